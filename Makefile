@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint bench test-slow clean
+
+help:            ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check 'torch==2.13.0' numpy
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(READY)   ## the main job, end to end, on the embedded engine
+	$(VENV)/bin/hicachectl demo
+
+test: $(READY)   ## fast and end-to-end tests (under 10 minutes)
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(READY)  ## the slower suites of .ci/run
+	$(PY) -m pytest -m slow --timeout 900
+
+lint: $(READY)   ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)  ## medians, each with its comparison in the same run
+	$(PY) -m tests.bench
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

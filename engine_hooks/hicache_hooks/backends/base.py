@@ -1,0 +1,79 @@
+"""The backend contract: one small class per store.
+
+Pages travel as writable memoryviews of one contiguous *page buffer*: payload plus trailer
+(``cache/pages.py``), so that one buffer goes to every store and every store's bytes are checked by us.
+Results are per key, always as many as keys were given; a method raises only when the whole call failed. The
+guard in front turns any exception into misses.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+
+class Got(StrEnum):
+    """Result of reading one key."""
+
+    HIT = "hit"
+    MISS = "miss"
+    ERROR = "error"
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a backend can be used for; checked before anything is built (F47, F76)."""
+
+    name: str
+    layouts: tuple[str, ...]  # host layouts it accepts; layer_first needs a staging copy
+    alignment: int = 1  # bytes, of page buffers
+    needs_registration: bool = False
+    shared: bool = True  # False: node-local store
+    parallel_axes: tuple[str, ...] = ()  # of ("tp", "pp"), beside dp
+    summary: str = ""
+
+
+class StoreContext(msgspec.Struct, frozen=True):
+    """What a backend may know about the rank that opens it."""
+
+    namespace: str  # fingerprint; every key of this rank lives under it
+    page_bytes: int  # payload + trailer: the length of every page buffer
+    layout: str
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+class Backend(Protocol):
+    """A store of pages. Methods may block; they are called from worker threads, several at a time."""
+
+    manifest: ClassVar[Manifest]
+
+    def open(self) -> None:
+        """Connect, create directories. Called once, in PREPARE."""
+
+    def register(self, pool: memoryview) -> None:
+        """The host pool's memory, before any put or get. May be called for several pools."""
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        """Store; True per key that is stored now. A key that exists already may be kept as it is."""
+
+    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        """Fill ``pages``; a page whose result is not HIT holds garbage."""
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys are stored."""
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Remove keys; returns how many were there."""
+
+    def set_aside(self, key: str, reason: str) -> None:
+        """A page of this key failed its check: make sure that it is not read again, keep it for a look if cheap."""
+
+    def clear(self) -> int:
+        """Delete every page of this namespace, nothing else; returns how many."""
+
+    def health(self) -> dict[str, Any]:
+        """Cheap facts for status (``inner``, free space, direct I/O, ...). Raises when the store is not usable."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent; later calls of other methods raise, never crash."""

@@ -1,0 +1,233 @@
+"""Model types: what a rank is, what state it is in, what an operation does to it.
+
+All are frozen msgspec structs; durations carry their unit in the name. A ``TargetState`` is whole: backend
+or none, config, policies (design.md, "The transaction").
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+# Prefetch knobs with their SGLang names. They and the two policies are *live* keys: they change without a new set.
+KNOBS = (
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "prefetch_timeout_max",
+    "hicache_storage_pass_prefix_keys",
+)
+LIVE_KEYS = ("hicache_storage_prefetch_policy", "hicache_write_policy", *KNOBS)
+
+KnobValue = bool | int | float | None
+
+
+class Mode(StrEnum):
+    """How an operation meets running work (interface.md)."""
+
+    STRICT = "strict"
+    DRAIN = "drain"
+    HOT = "hot"
+
+
+class State(StrEnum):
+    """States that status shows. The order is fixed: metrics export the index."""
+
+    DETACHED = "detached"
+    ATTACHING = "attaching"
+    ATTACHED = "attached"
+    BYPASSED = "bypassed"
+    DRAINING = "draining"
+    DETACHING = "detaching"
+    QUARANTINED = "quarantined"
+    SPLIT = "split"
+    ENGINE_DOWN = "engine_down"
+
+
+class RankIdentity(msgspec.Struct, frozen=True, order=True):
+    """Place of one scheduler process in the engine's parallel topology."""
+
+    dp_rank: int = 0
+    pp_rank: int = 0
+    tp_rank: int = 0
+    dp_size: int = 1
+    pp_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Flat rank: (dp * pp_size + pp) * tp_size + tp."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def world(self) -> int:
+        """The data-parallel replica: the ranks that share one control broadcast (design.md, rule 11)."""
+        return self.dp_rank
+
+    @property
+    def leader(self) -> bool:
+        """True on the rank that injects commands into its world's broadcast."""
+        return self.pp_rank == 0 and self.tp_rank == 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the whole engine."""
+        return self.dp_size * self.pp_size * self.tp_size
+
+
+class TargetState(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """A whole state to move a rank to. ``extra_config`` may hold secrets: never logged, never echoed.
+
+    ``extra_config`` is the caller's string (JSON, or ``@/path``); ``knobs`` override those inside it.
+    ``None`` for a policy means: what the rank has now. ``extra_config`` None on the same backend means:
+    keep the present config; on another backend: no options.
+    """
+
+    backend: str | None = None
+    extra_config: str | None = None
+    knobs: dict[str, KnobValue] = {}
+    prefetch_policy: str | None = None
+    write_policy: str | None = None
+
+
+class EffectiveState(msgspec.Struct, frozen=True):
+    """What one rank really runs, read from the live objects.
+
+    ``extra_config`` is the requested string with secrets redacted; ``config_digest`` identifies the effective
+    config (secrets included, hashed) so that ranks can be compared; ``inner`` names the vendor's connector.
+    """
+
+    backend: str | None = None
+    extra_config: str | None = None
+    config_digest: str = ""
+    knobs: dict[str, KnobValue] = {}
+    prefetch_policy: str | None = None
+    write_policy: str | None = None
+    revision: int = 0
+    bypass: bool = False
+    namespace: str = ""
+    inner: str = ""
+
+
+class Blocker(msgspec.Struct, frozen=True):
+    """One reason why a rank is not idle."""
+
+    rank: int
+    name: str
+    count: int
+    age_ms: int | None = None
+
+
+class IdleReport(msgspec.Struct, frozen=True):
+    """Every counter of one rank, by name. Any non-zero counter blocks, known or not (failures.md F2)."""
+
+    counters: dict[str, int] = {}
+    ages_ms: dict[str, int] = {}  # age of the oldest item, where the engine knows it
+
+
+# Counters that every report must carry; one that is missing is an error, not "idle" (F2).
+MANDATORY_COUNTERS = (
+    "running_batch",  # requests in the running batch
+    "chunked_prefill",  # a request whose prefill is half done
+    "last_batch",  # results of the last batch not processed yet
+    "overlap_results",  # overlap-scheduled results
+    "pp_microbatches",  # pipeline-parallel micro-batches
+    "waiting_queue",
+    "grammar_queue",
+    "disagg_bootstrap_queue",
+    "disagg_prealloc_queue",
+    "disagg_transfer_queue",
+    "disagg_inflight_queue",
+    "dllm_staging",  # diffusion-LLM staging requests
+    "ongoing_write_through",  # L1 -> L2
+    "ongoing_load_back",  # L2 -> L1
+    "ongoing_prefetch",  # L3 -> L2
+    "ongoing_backup",  # L2 -> L3
+    "storage_queues",  # entries of the storage queues that no counter above holds
+    "storage_calls",  # worker threads inside a backend call
+)
+# What the spec's message calls #queue-req and #running-req.
+QUEUE_COUNTERS = (
+    "waiting_queue", "grammar_queue", "disagg_bootstrap_queue", "disagg_prealloc_queue", "disagg_transfer_queue",
+    "disagg_inflight_queue", "dllm_staging",
+)  # fmt: skip
+RUNNING_COUNTERS = ("running_batch",)
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What the engine behind a rank can do; unsupported combinations are refused before anything moves (F12)."""
+
+    engine: str = ""  # "embedded", "sglang", ...
+    engine_version: str = ""
+    hooks_version: str = ""
+    attach: bool = True
+    hot: bool = False
+    drain: bool = True
+    tree: str = ""
+    layout: str = ""
+    page_size: int = 0  # tokens
+    page_bytes: int = 0  # payload bytes of one page
+    l2_tokens: int = 0
+    fingerprint: str = ""
+    watchdog_s: float | None = None
+    problems: list[str] = []  # hooks that did not take, and why
+
+
+class LatencySummary(msgspec.Struct, frozen=True):
+    """Sum and count of a duration, for mean and rate."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+
+
+class OpUsage(msgspec.Struct, frozen=True):
+    """Results of one backend call kind (``get``, ``put``, ``exists``), counted per key (F91: a miss is no error)."""
+
+    hit: int = 0
+    miss: int = 0
+    error: int = 0
+    timeout: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    latency: LatencySummary = LatencySummary()
+
+
+class ThreadReport(msgspec.Struct, frozen=True):
+    """One worker thread of a storage set (F38, F39)."""
+
+    name: str
+    alive: bool = True
+    restarts: int = 0
+    stalled_s: float = 0.0
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """Everything a rank says about itself; cheap enough for every heartbeat."""
+
+    state: EffectiveState = EffectiveState()
+    op_n: int = 0  # highest operation number this rank has seen
+    op_phase: str = ""  # transaction.RankPhase of op_n
+    op_ended: str = ""  # transaction.Ended of op_n once its phase is none
+    lease_left_s: float | None = None
+    holds: list[str] = []
+    idle: IdleReport = IdleReport()
+    usage: dict[str, OpUsage] = {}
+    threads: list[ThreadReport] = []
+    quarantine: str = ""  # reason; empty when clean
+    layers: dict[str, str] = {}  # per-layer view, filled when layers disagree (F24)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A rank's answer to VALIDATE: what moving to the target would mean here. Nothing was touched."""
+
+    relation: str  # "same" | "live" | "attach" | "swap" | "detach"
+    changed_keys: list[str] = []
+    config_digest: str = ""
+    redacted_config: str | None = None
+    warnings: list[str] = []
+    notes: list[str] = []
