@@ -1,0 +1,25 @@
+"""Live keys of a storage set: the five prefetch knobs and the two policies (spec.md, "Attach").
+
+They ride on the set, not on the controller, so that COMMIT's one reference swap moves them together with the
+backend and UNDO restores them exactly (F13, F20). A change of live keys alone replaces this frozen object.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Names are SGLang's; durations in seconds, the threshold in tokens."""
+
+    prefetch_threshold: int = 256
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_ki_token: float = 0.25
+    prefetch_timeout_max: float | None = None
+    hicache_storage_pass_prefix_keys: bool = False
+    prefetch_policy: str = "best_effort"
+    write_policy: str = "write_through"
+
+    def prefetch_budget_s(self, tokens: int) -> float:
+        """Budget of the ``timeout`` policy for a fetch of ``tokens`` tokens."""
+        budget = self.prefetch_timeout_base + self.prefetch_timeout_per_ki_token * tokens / 1024
+        return budget if self.prefetch_timeout_max is None else min(budget, self.prefetch_timeout_max)
