@@ -1,0 +1,161 @@
+"""Commands that only look: status, idle, ranks, backends."""
+
+from typing import Any
+
+from hicache_sidecar.cli.arguments import parse, parser
+from hicache_sidecar.cli.context import EXIT_DONE, EXIT_NO_ENGINE, EXIT_NOT_IDLE, Context
+
+SGLANG_FIELDS = (
+    ("hicache_storage_backend", "backend"),
+    ("hicache_storage_backend_extra_config", "extra config"),
+    ("hicache_storage_prefetch_policy", "prefetch policy"),
+    ("hicache_write_policy", "write policy"),
+)
+
+
+def run_status(context: Context, arguments: list[str]) -> int:
+    """Print the status; 6 when the engine is down or ranks are missing, else 0."""
+    made = parser("status", "Backend, config and policies, as the ranks report them.")
+    made.add_argument("--fresh", action="store_true", help="ask the ranks now instead of reading their last reports")
+    options = parse(context, made, arguments)
+    status = context.ask({"type": "status", "fresh": options.fresh})
+    code = EXIT_NO_ENGINE if status.get("state") == "engine_down" or status.get("missing_ranks") else EXIT_DONE
+    if context.json:
+        context.document(status)
+        return code
+    pairs: list[tuple[str, Any]] = [("engine", status.get("engine_id")), ("state", status.get("state"))]
+    if status.get("reason"):
+        pairs.append(("because", status["reason"]))
+    pairs.append(("revision", status.get("revision")))
+    pairs += [(name, status.get(field)) for field, name in SGLANG_FIELDS]
+    operation = status.get("operation")
+    if operation:
+        pairs.append(
+            ("operation", " ".join(str(operation[key]) for key in ("id", "kind", "phase") if key in operation))
+        )
+    if status.get("missing_ranks"):
+        pairs.append(("missing ranks", status["missing_ranks"]))
+    context.pairs(pairs)
+    if status.get("ranks"):
+        context.line()
+        context.table(
+            ("RANK", "DP", "PP", "TP", "PID", "EPOCH", "STATE", "BACKEND", "REV", "BYPASS", "AGE_MS"),
+            [
+                (r["rank"], r["dp_rank"], r["pp_rank"], r["tp_rank"], r["pid"], r["epoch"], r["state"],
+                 r["hicache_storage_backend"], r["revision"], r["bypass"], r["report_age_ms"])
+                for r in status["ranks"]
+            ],
+        )  # fmt: skip
+    usage = status.get("usage")
+    if usage:
+        context.line()
+        names = ("hit", "miss", "error", "timeout", "skipped", "bytes")
+        context.table(
+            ("CALL", *(name.upper() for name in names)),
+            [(call, *(counts.get(name, 0) for name in names)) for call, counts in sorted(usage.items())],
+        )
+    for drift in status.get("drift") or []:
+        context.note(f"drift: rank {drift['rank']} {drift['field']}: desired {drift['desired']!r}, "
+                     f"reported {drift['reported']!r}")  # fmt: skip
+    for warning in status.get("warnings") or []:
+        context.note(f"warning: {warning}")
+    return code
+
+
+def run_idle(context: Context, arguments: list[str]) -> int:
+    """Print the idle report; 3 when something blocks."""
+    made = parser("idle", "Every counter of every rank, and what blocks. Exit code 3 when not idle.")
+    made.add_argument("--all", action="store_true", help="counters that are zero too")
+    options = parse(context, made, arguments)
+    idle = context.ask({"type": "idle"})
+    code = EXIT_DONE if idle.get("idle") else EXIT_NOT_IDLE
+    if idle.get("missing_ranks"):
+        code = EXIT_NO_ENGINE
+    if context.json:
+        context.document(idle)
+        return code
+    context.pairs([("idle", idle.get("idle"))])
+    if idle.get("missing_ranks"):
+        context.pairs([("missing ranks", idle["missing_ranks"])])
+    blocked = {(b["rank"], b["name"]) for b in idle.get("blocked_by") or []}
+    rows = [
+        (rank["rank"], name, count, (rank["rank"], name) in blocked)
+        for rank in idle.get("ranks") or []
+        for name, count in sorted(rank["counters"].items())
+        if count or options.all or (rank["rank"], name) in blocked
+    ]
+    if rows:
+        context.line()
+        context.table(("RANK", "COUNTER", "COUNT", "BLOCKS"), rows)
+    for rank in idle.get("ranks") or []:
+        if rank.get("missing_counters"):
+            context.note(f"rank {rank['rank']}: incomplete idle report, missing: {', '.join(rank['missing_counters'])}")
+    return code
+
+
+def run_ranks(context: Context, arguments: list[str]) -> int:
+    """Print the connected ranks; 6 when one is missing."""
+    parse(context, parser("ranks", "Connected ranks and what their engine can do."), arguments)
+    ranks = context.ask({"type": "ranks"})
+    code = EXIT_NO_ENGINE if ranks.get("missing_ranks") or not ranks.get("ranks") else EXIT_DONE
+    if context.json:
+        context.document(ranks)
+        return code
+    listed = ranks.get("ranks") or []
+    context.pairs([("engine", ranks.get("engine_id")), ("expected", ranks.get("expected"))])
+    if ranks.get("missing_ranks"):
+        context.pairs([("missing ranks", ranks["missing_ranks"])])
+    if listed:
+        context.line()
+        context.table(
+            ("RANK", "DP", "PP", "TP", "PID", "EPOCH", "UP", "ENGINE", "LAYOUT", "PAGE", "TREE", "HOT", "OP", "HOLDS"),
+            [
+                (r["rank"], r["dp_rank"], r["pp_rank"], r["tp_rank"], r["pid"], r["epoch"], r["connected"],
+                 r["capabilities"].get("engine"), r["capabilities"].get("layout"), r["capabilities"].get("page_size"),
+                 r["capabilities"].get("tree"), r["capabilities"].get("hot"), r.get("op_phase"), r.get("holds"))
+                for r in listed
+            ],
+        )  # fmt: skip
+    for rank in listed:
+        for problem in rank["capabilities"].get("problems") or []:
+            context.note(f"rank {rank['rank']}: {problem}")
+    return code
+
+
+def run_backends(context: Context, arguments: list[str]) -> int:
+    """Print the known backends, or one with its options."""
+    made = parser("backends", "Known backends, their options, and what is missing on the engine's host.")
+    made.add_argument("name", nargs="?", help="show this backend's options")
+    options = parse(context, made, arguments)
+    answer = context.ask({"type": "backends"})
+    if context.json:
+        context.document(answer)
+        return EXIT_DONE
+    listed = [b for b in answer.get("backends") or [] if options.name in (None, b.get("name"))]
+    if options.name is not None and not listed:
+        from hicache_proto.errors import UnknownBackend
+
+        raise UnknownBackend(f"no backend named {options.name!r} here")
+    context.table(
+        ("BACKEND", "AVAILABLE", "LAYOUTS", "MISSING"),
+        [(b.get("name"), b.get("available"), b.get("layouts"), b.get("missing")) for b in listed],
+    )
+    if options.name is not None:
+        _print_options(context, listed[0])
+    return EXIT_DONE
+
+
+def _print_options(context: Context, backend: dict[str, Any]) -> None:
+    schema = backend.get("options_schema")
+    properties = schema.get("properties", schema) if isinstance(schema, dict) else {}
+    rows = [
+        (name, option.get("type") or option.get("anyOf"), option.get("default"), option.get("description"))
+        for name, option in sorted(properties.items())
+        if isinstance(option, dict)
+    ]
+    if rows:
+        context.line()
+        context.table(("OPTION", "TYPE", "DEFAULT", "MEANING"), rows)
+    notes = backend.get("notes")
+    for note in [notes] if isinstance(notes, str) else notes or []:
+        context.line(str(note))
