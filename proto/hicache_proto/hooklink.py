@@ -3,6 +3,40 @@
 One ZMQ message is one msgpack-encoded tagged struct. Each hello makes a random session id; every message
 and answer after it carries (session, n, phase, call). Anything with another session, or an unknown call, is
 dropped and counted (design.md, rule 5). Leases travel as durations, never as times (rule 4).
+
+What a rank answers, and when. The truth is always ``said(report.op_n, report.op_phase, report.op_ended, n)``;
+``ok`` says whether the rank is where the call wants it. Every call is answered, except when its session ends first.
+A heartbeat goes out right after every change of state, so a report may arrive before its answer.
+
+========  ==================================================  ================================================
+phase     answered                                            ``error`` when not ok (code, details.reason)
+========  ==================================================  ================================================
+validate  when checked; ``plan``                              what the adapter raised (422s)
+report    at once, by the agent; ``data`` None                -
+prepare   when PREPARED (back-fill done) or ended; repeats    the build's error or ``prepare_failed``;
+          while building wait too and are all answered        ``prepare_failed`` builder_busy (an older builder
+                                                              still runs: repeat later); ``quarantined``;
+                                                              ``operation_in_progress`` (another n is open here)
+freeze    strict: at once; drain: when FROZEN or ended        ``not_idle``, details.blocked_by (strict: thawed
+          (repeats renew and wait too, all are answered)      again, still PREPARED); ``unsupported_by_engine``
+                                                              incomplete_idle_report, details.missing
+thaw      at once                                             -
+commit    at once; ok = SWITCHED                              ``not_idle`` (still FROZEN), ``internal``
+                                                              swap_failed (A installed, still FROZEN),
+                                                              ``internal`` not_frozen
+finalize  when A's set is closed, or did not close in time    ``quarantined`` threads_stuck, details.threads:
+          (seconds); the state is FINAL at once and the       the rank *is* FINAL, the old backend stays open
+          heartbeat says so: waiting for the answer is        and closing is tried again; ``internal``
+          optional                                            publish_failed: FINAL, repeat FINALIZE to publish
+undo      at once; ok = nothing of n is left here             ``quarantined`` undo_failed
+any       of an n that ended here by lease end                ``deadline_exceeded`` expired
+any       of an older n than the rank has seen                ``internal`` stale
+hold      when held (``report.holds`` names it)               -
+========  ==================================================  ================================================
+
+Deferred calls (prepare, freeze with drain) are answered ``expired`` at lease end; a ``lease_end`` notice goes too.
+In a world of several ranks FREEZE, THAW, COMMIT, FINALIZE and UNDO take effect when the leader's broadcast reaches
+the rank; each rank's answer waits for that.
 """
 
 from typing import Any
@@ -117,6 +151,22 @@ class Describe(msgspec.Struct, frozen=True, tag_field="type", tag="describe"):
     """Stateless: known backends with options' schema and what is missing here, in ``data["backends"]``."""
 
 
+class Hold(msgspec.Struct, frozen=True, tag_field="type", tag="hold"):
+    """Not of an operation (n = 0): close admission under ``name`` for ``hold_s``; repeating renews.
+
+    For the manual drain. Idle is then learnt by WatchIdle or from reports. The hold ends by itself.
+    """
+
+    name: str
+    hold_s: float
+
+
+class Release(msgspec.Struct, frozen=True, tag_field="type", tag="release"):
+    """Drop the hold ``name`` (n = 0); idempotent. ``data["released"]`` says whether there was one."""
+
+    name: str
+
+
 class WatchIdle(msgspec.Struct, frozen=True, tag_field="type", tag="watch_idle"):
     """Stateless: send one ``idle`` notice at the next idle moment within ``for_s``; admission stays open."""
 
@@ -188,6 +238,8 @@ CallBody = (
     | AskReport
     | Describe
     | WatchIdle
+    | Hold
+    | Release
     | Prepare
     | Freeze
     | Thaw
