@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hicache_proto.errors import ErrorBody
-from hicache_proto.model import Blocker, Capabilities, IdleReport, KnobValue, OpUsage, ThreadReport
+from hicache_proto.model import Blocker, Capabilities, KnobValue, OpUsage, ThreadReport
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_DRAIN_WAIT_S = 30.0

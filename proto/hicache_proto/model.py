@@ -5,9 +5,10 @@ or none, config, policies (design.md, "The transaction").
 """
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
+
+from hicache_proto.errors import ErrorBody
 
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
@@ -220,6 +221,7 @@ class RankReport(msgspec.Struct, frozen=True):
     threads: list[ThreadReport] = []
     quarantine: str = ""  # reason; empty when clean
     layers: dict[str, str] = {}  # per-layer view, filled when layers disagree (F24)
+    op_error: ErrorBody | None = None  # why op_n ended here by itself: the build or the swap failed
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -1,0 +1,134 @@
+"""Secrets out of everything that is shown: config strings, error texts, details (failures.md F94).
+
+A key names a secret when one of its words does (``password``, ``access_key``, ``api_token`` ...), unless it ends in
+``_file`` or ``_path``: those say where a secret lies, not what it is. Redaction is by key for anything that parses,
+and by pattern for text that does not. Values learnt from a config can also be scrubbed from foreign text, such as
+a vendor's exception that quotes what it was given. Pure.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+REDACTED = "***"
+_MIN_SCRUB = 4  # shorter values would redact half of an innocent sentence
+
+_SECRET_WORDS = (
+    "password", "passwd", "pwd", "passphrase", "secret", "token", "credential", "credentials", "accesskey",
+    "secretkey", "apikey", "privatekey", "authkey", "auth", "authorization", "signature", "sas",
+)  # fmt: skip
+_SECRET_PAIRS = (
+    "access_key",
+    "secret_key",
+    "api_key",
+    "private_key",
+    "auth_key",
+    "session_key",
+    "account_key",
+    "ak",
+    "sk",
+)
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+# key = value / "key": "value" / key: value, in text that did not parse
+_IN_TEXT = re.compile(
+    r"""(?P<key>["']?[A-Za-z_][\w.\-]*["']?)(?P<sep>\s*[:=]\s*)(?P<value>"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|[^\s,;}\])]+)"""
+)
+_URL_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/@]+)@")
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a key's value is to be hidden."""
+    words = [w.lower() for w in _WORDS.findall(key)]
+    if not words or words[-1] in ("file", "path"):
+        return False
+    joined = "_".join(words)
+    if any(word in _SECRET_WORDS for word in words):
+        return True
+    return any(joined == pair or joined.endswith("_" + pair) or joined.startswith(pair + "_") for pair in _SECRET_PAIRS)
+
+
+def redact_value(value: Any) -> Any:
+    """A copy of a decoded document with secret values replaced, at any depth; URLs lose their password."""
+    if isinstance(value, dict):
+        return {k: (REDACTED if is_secret_key(str(k)) and not _empty(v) else redact_value(v)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_value(v) for v in value]
+    if isinstance(value, str):
+        return _URL_USERINFO.sub(rf"\g<scheme>\g<user>:{REDACTED}@", value)
+    return value
+
+
+def redact_config(config: str | None) -> str | None:
+    """An extra config string for showing: JSON by key, ``@/path`` as it is, anything else by pattern."""
+    if config is None:
+        return None
+    text = config.strip()
+    if text.startswith("@"):
+        return config
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return redact_text(config)
+    if not isinstance(document, dict | list):
+        return redact_text(config)
+    changed = redact_value(document)
+    return config if changed == document else json.dumps(changed)
+
+
+def redact_text(text: str, known: Iterable[str] = ()) -> str:
+    """Free text with secret-looking assignments, URL passwords and ``known`` secret values replaced."""
+    for secret in sorted(set(known), key=len, reverse=True):
+        if len(secret) >= _MIN_SCRUB:
+            text = text.replace(secret, REDACTED)
+
+    def hide(match: re.Match[str]) -> str:
+        if not is_secret_key(match["key"].strip("\"'")):
+            return match[0]
+        quote = match["value"][0] if match["value"][0] in "\"'" else ""
+        return f"{match['key']}{match['sep']}{quote}{REDACTED}{quote}"
+
+    text = _URL_USERINFO.sub(rf"\g<scheme>\g<user>:{REDACTED}@", text)
+    return _IN_TEXT.sub(hide, text)
+
+
+def secrets_in(config: str | None) -> set[str]:
+    """Secret values inside a JSON config, to be scrubbed from what others say about it."""
+    if config is None:
+        return set()
+    try:
+        document = json.loads(config)
+    except (ValueError, RecursionError):
+        return {m["value"].strip("\"'") for m in _IN_TEXT.finditer(config) if is_secret_key(m["key"].strip("\"'"))}
+    found: set[str] = set()
+    _collect(document, False, found)
+    return found
+
+
+def _collect(value: Any, secret: bool, found: set[str]) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _collect(inner, secret or is_secret_key(str(key)), found)
+    elif isinstance(value, list):
+        for inner in value:
+            _collect(inner, secret, found)
+    elif isinstance(value, str):
+        if secret:
+            found.add(value)
+        found.update(m["password"] for m in _URL_USERINFO.finditer(value))
+    elif secret and value is not None and not isinstance(value, bool):
+        found.add(str(value))
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == "" or isinstance(value, bool)
+
+
+def scrub(value: Any, known: Iterable[str]) -> Any:
+    """``redact_text`` on every string of a document, keys left alone."""
+    known = list(known)
+    if isinstance(value, dict):
+        return {k: scrub(v, known) for k, v in redact_value(value).items()}
+    if isinstance(value, list | tuple):
+        return [scrub(v, known) for v in value]
+    return redact_text(value, known) if isinstance(value, str) else value
