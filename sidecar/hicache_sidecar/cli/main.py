@@ -4,6 +4,7 @@ The parser of a command is built when that command is chosen, so that ``status``
 that importing msgspec takes (measured by tests/bench/bench_cli.py).
 """
 
+import os
 import sys
 
 from hicache_proto.errors import HicacheError
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `hicachectl history | head`: the reader left, which is no failure of ours
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit's flush fails again
         return EXIT_FAILED
 
 
@@ -115,3 +116,7 @@ def _print_help() -> None:
 def entry() -> None:
     """Console script."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,413 @@
+"""hicachectl against a scripted sidecar: what each command sends, prints and exits with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cli.fake_sidecar import Peer, fake_sidecar
+
+from hicache_proto import api, control, errors
+from hicache_sidecar.cli.commands import COMMANDS
+from hicache_sidecar.cli.main import main
+
+CHANGE = {
+    "mode": "drain",
+    "wait_timeout_s": 5.0,
+    "timeout_s": 60.0,
+    "reason": "why",
+    "if_revision": 4,
+    "request_id": "key-1",
+}
+CHANGE_FLAGS = [
+    "--mode",
+    "drain",
+    "--wait",
+    "5",
+    "--timeout",
+    "60",
+    "--if-revision",
+    "4",
+    "--request-id",
+    "key-1",
+    "--reason",
+    "why",
+]
+POLICIES = {"hicache_storage_prefetch_policy": "timeout", "hicache_write_policy": "write_back"}
+POLICY_FLAGS = ["--prefetch-policy", "timeout", "--write-policy", "write_back"]
+DONE: dict[str, Any] = {
+    "success": True,
+    "changed": True,
+    "changed_keys": ["prefetch_threshold"],
+    "message": "rank 0: done; rank 1: done",
+    "operation_id": "op-5",
+    "revision": 5,
+    "state": "attached",
+    "ranks": [{"rank": 0, "success": True, "message": "done", "stall_us": 11}],
+    "prepare_ms": 2.0,
+    "freeze_ms": 1.0,
+    "commit_ms": 0.5,
+}
+
+
+class Ran:
+    """One run of hicachectl."""
+
+    def __init__(self, code: int, out: str, err: str, requests: list[control.Request]) -> None:
+        self.code, self.out, self.err = code, out, err
+        self.bodies = [request.body for request in requests]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def ctl(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Run a command line against a sidecar that answers every request with ``answer``."""
+
+    def run(*argv: str, answer: object = DONE) -> Ran:
+        def script(peer: Peer, request: control.Request) -> None:
+            if isinstance(answer, errors.HicacheError):
+                peer.error(request, answer)
+            elif callable(answer):
+                answer(peer, request)
+            else:
+                peer.result(request, answer)
+
+        path = tmp_path / "control.sock"
+        path.unlink(missing_ok=True)
+        with fake_sidecar(path, script) as server:
+            code = main(["--socket", server.path, *argv])
+        captured = capfd.readouterr()
+        return Ran(code, captured.out, captured.err, server.requests)
+
+    return run
+
+
+SENT = {
+    "status": (["status"], api.StatusRequest()),
+    "status fresh": (["status", "--fresh"], api.StatusRequest(fresh=True)),
+    "idle": (["idle"], api.IdleRequest()),
+    "ranks": (["ranks"], api.RanksRequest()),
+    "backends": (["backends"], api.BackendsRequest()),
+    "attach": (
+        ["attach", "file", "--config", '{"a": 1}', *POLICY_FLAGS, *CHANGE_FLAGS],
+        api.AttachRequest(
+            hicache_storage_backend="file",
+            hicache_storage_backend_extra_config_json='{"a": 1}',
+            **POLICIES,
+            **CHANGE,
+        ),
+    ),
+    "attach plain": (["attach", "file"], api.AttachRequest(hicache_storage_backend="file")),
+    "swap": (["swap", "nixl"], api.AttachRequest(hicache_storage_backend="nixl", swap=True)),
+    "check": (["check", "nixl"], api.AttachRequest(hicache_storage_backend="nixl", swap=True, dry_run=True)),
+    "detach": (["detach", *CHANGE_FLAGS], api.DetachRequest(**CHANGE)),
+    "policy": (["policy", *POLICY_FLAGS, *CHANGE_FLAGS], api.PolicyRequest(**POLICIES, **CHANGE)),
+    "policy knobs": (
+        [
+            "policy",
+            "--prefetch-threshold",
+            "64",
+            "--prefetch-timeout-base",
+            "0.5",
+            "--prefetch-timeout-per-ki-token",
+            "0.1",
+            "--prefetch-timeout-max",
+            "none",
+            "--hicache-storage-pass-prefix-keys",
+            "true",
+        ],
+        api.PolicyRequest(
+            knobs={
+                "prefetch_threshold": 64,
+                "prefetch_timeout_base": 0.5,
+                "prefetch_timeout_per_ki_token": 0.1,
+                "prefetch_timeout_max": None,
+                "hicache_storage_pass_prefix_keys": True,
+            }
+        ),
+    ),
+    "clear": (["clear", "--confirm", "ns", "--timeout", "7"], api.ClearRequest(confirm="ns", timeout_s=7.0)),
+    "bypass": (["bypass", "on"], api.BypassRequest(enabled=True)),
+    "bypass off": (["bypass", "off"], api.BypassRequest(enabled=False)),
+    "resolve": (["resolve", "adopt", "--reason", "why"], api.ResolveRequest(how="adopt", reason="why")),
+    "drain": (
+        ["drain", "--timeout", "3", "--hold", "9", "--reason", "why"],
+        api.DrainRequest(timeout_s=3.0, hold_s=9.0, reason="why"),
+    ),
+    "resume": (["resume"], api.ResumeRequest()),
+    "operations": (["operations"], api.OperationsRequest()),
+    "operation": (["operations", "op-1"], api.OperationsRequest(operation_id="op-1")),
+    "cancel": (["cancel", "op-1"], api.CancelRequest(operation_id="op-1")),
+    "history": (["history"], api.HistoryRequest()),
+    "rollback": (["rollback", "3", *CHANGE_FLAGS], api.RollbackRequest(revision=3, **CHANGE)),
+    "watch": (["watch", "--after", "8"], api.WatchRequest(last_event_id=8)),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_what_a_command_sends(ctl: Any, case: str) -> None:
+    """Decoded by the sidecar's own decoder: a field name that the API does not know would be refused."""
+    argv, expected = SENT[case]
+    ran = ctl("-o", "json", *argv, answer={"idle": True, "ranks": [{}], "success": True})
+    assert ran.bodies == [expected]
+    assert ran.code == 0, ran.err
+
+
+def test_every_command_of_the_table_is_tested_and_loads() -> None:
+    named = {argv[0] for argv, _ in SENT.values()}
+    assert set(COMMANDS) - named == {"failover", "demo", "completion"}
+    for name, command in COMMANDS.items():
+        assert callable(command.load(name))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_describes_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"hicachectl {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", errors.ERRORS)
+def test_an_error_prints_the_http_document_and_exits_by_the_table(ctl: Any, code: str) -> None:
+    error = errors.ERRORS[code]("this went wrong", details={"reason": "because"}, operation_id="op-1")
+    ran = ctl("-o", "json", "attach", "file", answer=error)
+    assert ran.code == error.exit_code
+    assert ran.json == {
+        "error": {
+            "code": code,
+            "message": "this went wrong",
+            "retryable": error.retryable,
+            "hint": error.hint,
+            "operation_id": "op-1",
+            "details": {"reason": "because"},
+        }
+    }
+    assert ran.err == ""
+    ran = ctl("attach", "file", answer=error)
+    assert (ran.code, ran.out) == (error.exit_code, "")
+    assert "this went wrong" in ran.err
+    assert error.hint in ran.err
+
+
+def test_a_busy_engine_names_every_blocker(ctl: Any) -> None:
+    """Issue: a refusal while busy, with its blockers."""
+    blocked = [
+        {"rank": 0, "name": "running_batch", "count": 1},
+        {"rank": 1, "name": "grammar_queue", "count": 3},
+        {"rank": 1, "name": "future_thing", "count": 1},
+    ]
+    busy = errors.NotIdle("Reject attach: scheduler is not idle. #queue-req=3 #running-req=1",
+                          details={"blocked_by": blocked})  # fmt: skip
+    ran = ctl("attach", "file", answer=busy)
+    assert ran.code == 3
+    assert "#queue-req=3 #running-req=1" in ran.err
+    assert "rank 0: running_batch=1; rank 1: grammar_queue=3, future_thing=1" in ran.err
+
+
+def test_answers_print_as_text(ctl: Any) -> None:
+    ran = ctl("attach", "file")
+    assert ran.code == 0
+    assert "rank 0: done; rank 1: done" in ran.out
+    assert "revision 5 · state attached · operation op-5 · changed prefetch_threshold" in ran.out
+    assert ctl("-q", "attach", "file").out == ""
+    assert ctl("attach", "file", "-q").out == ""
+
+
+def test_a_partly_failed_answer_exits_1_even_when_quiet(ctl: Any) -> None:
+    ran = ctl("-q", "bypass", "on", answer={"success": False, "message": "rank 1: no reply", "ranks": []})
+    assert ran.code == 1
+
+
+def test_json_is_the_document_unchanged(ctl: Any) -> None:
+    for argv in (["-o", "json", "attach", "file"], ["attach", "file", "-o", "json"], ["-ojson", "attach", "file"]):
+        assert ctl(*argv).json == DONE
+
+
+STATUS: dict[str, Any] = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_backend_extra_config": '{"file_storage_path": "/srv"}',
+    "hicache_storage_prefetch_policy": "timeout",
+    "hicache_write_policy": "write_through",
+    "revision": 12,
+    "state": "attached",
+    "desired": None,
+    "drift": [{"rank": 1, "field": "hicache_write_policy", "desired": "write_back", "reported": "write_through"}],
+    "usage": {"get": {"hit": 5, "miss": 10}},
+    "ranks": [
+        {
+            "rank": rank, "dp_rank": rank, "pp_rank": 0, "tp_rank": 0, "pid": 100 + rank, "epoch": 1, "state": "attached",
+            "hicache_storage_backend": "file", "revision": 12, "bypass": False, "report_age_ms": 90 + 50 * rank,
+        }
+        for rank in range(2)
+    ],
+    "missing_ranks": [],
+}  # fmt: skip
+
+
+def test_status_prints_aligned_tables(ctl: Any) -> None:
+    ran = ctl("status", answer=STATUS)
+    assert ran.code == 0
+    assert "state            attached" in ran.out
+    assert '{"file_storage_path": "/srv"}' in ran.out
+    rows = [line for line in ran.out.splitlines() if line.startswith(("RANK", "   0", "   1"))]
+    assert len(rows) == 3
+    assert len({len(row) for row in rows}) == 1  # numbers to the right: all rows end in the same column
+    assert "GET" not in ran.out
+    assert "drift: rank 1 hicache_write_policy" in ran.err
+
+
+def test_status_without_an_engine_prints_and_exits_6(ctl: Any) -> None:
+    down = STATUS | {"state": "engine_down", "ranks": [], "usage": {}, "drift": []}
+    ran = ctl("status", answer=down)
+    assert ran.code == 6
+    assert "engine_down" in ran.out
+    ran = ctl("-o", "json", "status", answer=STATUS | {"missing_ranks": [3]})
+    assert ran.code == 6
+    assert ran.json["missing_ranks"] == [3]
+
+
+def test_idle_exits_3_when_something_blocks(ctl: Any) -> None:
+    report = {
+        "idle": False,
+        "blocked_by": [{"rank": 0, "name": "future_thing", "count": 2}],
+        "ranks": [{"rank": 0, "idle": False, "counters": {"future_thing": 2, "waiting_queue": 0}, "report_age_ms": 1}],
+    }
+    ran = ctl("idle", answer=report)
+    assert ran.code == 3
+    assert "future_thing" in ran.out
+    assert "waiting_queue" not in ran.out
+    assert "waiting_queue" in ctl("idle", "--all", answer=report).out
+
+
+def test_backends_shows_one_with_its_options(ctl: Any) -> None:
+    listed = {"backends": [
+        {"name": "file", "available": True, "missing": [], "layouts": ["page_first"],
+         "options_schema": {"properties": {"max_size": {"type": "integer", "description": "byte quota"}}}},
+        {"name": "nixl", "available": False, "missing": ["package nixl (extra nixl)"], "layouts": [],
+         "options_schema": {}},
+    ]}  # fmt: skip
+    ran = ctl("backends", answer=listed)
+    assert "package nixl (extra nixl)" in ran.out
+    assert "max_size" not in ran.out
+    assert "byte quota" in ctl("backends", "file", answer=listed).out
+    assert ctl("backends", "nothing", answer=listed).code == 1
+
+
+def test_clear_without_confirmation_only_names_the_namespace(ctl: Any) -> None:
+    ran = ctl("clear", answer=STATUS | {"ranks": [{"namespace": "ab12"}, {"namespace": "ab12"}]})
+    assert ran.code == 2
+    assert "--confirm ab12" in ran.err
+    assert [type(body) for body in ran.bodies] == [api.StatusRequest]
+
+
+def test_drain_that_ran_out_exits_4(ctl: Any) -> None:
+    assert ctl("drain", answer=errors.DeadlineExceeded("still draining")).code == 4
+    assert ctl("drain", answer={"success": False, "state": "draining", "message": "still draining"}).code == 4
+
+
+def test_failover_says_that_it_is_not_there(ctl: Any) -> None:
+    ran = ctl("-o", "json", "failover")
+    assert (ran.code, ran.bodies, ran.json["error"]["code"]) == (1, [], "not_found")
+
+
+def test_watch_prints_one_document_per_line(ctl: Any) -> None:
+    def events(peer: Peer, request: control.Request) -> None:
+        for number in (1, 2, 3):
+            peer.progress(request, id=number, kind="state", at="now", data={"state": "attached", "ranks": []})
+
+    ran = ctl("-o", "json", "watch", "--count", "2", answer=events)
+    assert [json.loads(line)["id"] for line in ran.out.splitlines()] == [1, 2]
+    assert ctl("watch", "--count", "1", answer=events).out == "1  now  state  state=attached\n"
+
+
+def test_connection_lost_prints_the_operation_and_exits_5(ctl: Any) -> None:
+    """interface.md: then the operation id is printed with "outcome unknown", at once."""
+
+    def lose(peer: Peer, request: control.Request) -> None:
+        peer.progress(request, operation_id="op-44", phase="commit")
+        peer.drop()
+
+    ran = ctl("attach", "file", answer=lose)
+    assert (ran.code, ran.out) == (5, "")
+    assert "operation op-44: outcome unknown" in ran.err
+    ran = ctl("-o", "json", "attach", "file", answer=lose)
+    assert ran.code == 5
+    assert ran.json["error"]["code"] == "connection_lost"
+    assert ran.json["error"]["operation_id"] == "op-44"
+    assert "op-44: outcome unknown" in ran.err
+
+
+def test_no_sidecar_exits_5(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHE_SIDECAR_SOCKET", str(tmp_path / "absent"))
+    assert main(["-o", "json", "status"]) == 5
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "unreachable"
+
+
+def test_progress_is_written_only_to_a_terminal(ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    def busy(peer: Peer, request: control.Request) -> None:
+        peer.progress(request, operation_id="op-1", phase="freeze", blocked_by=[{"rank": 0, "name": "x", "count": 1}])
+        peer.result(request, DONE)
+
+    assert ctl("detach", answer=busy).err == ""
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _self: True, raising=False)
+    ran = ctl("detach", answer=busy)
+    assert "op-1 · freeze · waiting for rank 0: x=1" in ran.err
+    assert ran.err.endswith("\r\x1b[K")
+    assert ctl("-q", "detach", answer=busy).err == ""
+
+
+def test_config_comes_from_a_file_stdin_or_the_engine_host(
+    ctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    file = tmp_path / "options.json"
+    file.write_text('{"file_storage_path": "/srv"}')
+
+    def sent(value: str) -> str | None:
+        return ctl("attach", "file", "--config", value).bodies[0].hicache_storage_backend_extra_config_json
+
+    assert sent(f"@{file}") == '{"file_storage_path": "/srv"}'
+    assert sent("@@/etc/hicache/x.json") == "@/etc/hicache/x.json"
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"b": 2}'))
+    assert sent("@-") == '{"b": 2}'
+
+
+def test_a_config_file_that_cannot_be_sent_is_a_usage_error_without_its_content(ctl: Any, tmp_path: Path) -> None:
+    """F94: a parse error must not echo the config, which may hold secrets."""
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfepassword")
+    huge = tmp_path / "huge"
+    huge.write_text("s3cret" * 200_000)
+    for name in (binary, huge, tmp_path / "absent", tmp_path):
+        ran = ctl("attach", "file", "--config", f"@{name}")
+        assert (ran.code, ran.bodies) == (2, [])
+        assert "s3cret" not in ran.err
+        assert "password" not in ran.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], ["nothing"], ["--nothing"], ["attach"], ["attach", "file", "--mode", "now"], ["bypass", "maybe"],
+        ["-o", "xml", "status"], ["-o"], ["rollback", "x"], ["policy"], ["policy", "--write-policy", "never"],
+        ["attach", "file", "--wait", "nan"], ["attach", "file", "--wait", "-1"], ["detach", "--timeout", "1e400"],
+        ["policy", "--prefetch-timeout-base", "inf"], ["status", "extra"], ["completion", "csh"],
+    ],
+)  # fmt: skip
+def test_usage_errors_exit_2_and_send_nothing(ctl: Any, argv: list[str]) -> None:
+    """F53: numbers that are none are refused before anything is sent."""
+    ran = ctl(*argv)
+    assert (ran.code, ran.bodies, ran.out) == (2, [], "")
+    assert "hicachectl" in ran.err
+
+
+def test_a_usage_error_has_a_document_too(ctl: Any) -> None:
+    ran = ctl("attach", "-o", "json")
+    assert (ran.code, ran.json["error"]["code"]) == (2, "usage")
