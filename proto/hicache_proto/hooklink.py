@@ -227,22 +227,6 @@ class ClearNamespace(msgspec.Struct, frozen=True, tag_field="type", tag="clear")
     namespace: str
 
 
-class Hold(msgspec.Struct, frozen=True, tag_field="type", tag="hold"):
-    """Stateless: close admission under ``name`` (manual drain); repeating renews; opens by itself after ``hold_s``.
-
-    Every rank of a world holds and opens in the same iteration, as for FREEZE (rules 11 and 12).
-    """
-
-    name: str
-    hold_s: float
-
-
-class Release(msgspec.Struct, frozen=True, tag_field="type", tag="release"):
-    """Stateless: drop the hold ``name``; nothing happens when there is none."""
-
-    name: str
-
-
 class SetView(msgspec.Struct, frozen=True, tag_field="type", tag="set_view"):
     """For a ``frontend``: what the engine's own HTTP view should show."""
 
@@ -264,8 +248,6 @@ CallBody = (
     | Undo
     | Bypass
     | ClearNamespace
-    | Hold
-    | Release
     | SetView
 )
 
