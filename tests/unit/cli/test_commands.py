@@ -118,7 +118,7 @@ SENT = {
             "none",
             "--hicache-storage-pass-prefix-keys",
             "true",
-        ],
+        ],  # fmt: skip
         api.PolicyRequest(
             knobs={
                 "prefetch_threshold": 64,
@@ -237,7 +237,8 @@ STATUS: dict[str, Any] = {
     "usage": {"get": {"hit": 5, "miss": 10}},
     "ranks": [
         {
-            "rank": rank, "dp_rank": rank, "pp_rank": 0, "tp_rank": 0, "pid": 100 + rank, "epoch": 1, "state": "attached",
+            "rank": rank, "dp_rank": rank, "pp_rank": 0, "tp_rank": 0, "pid": 100 + rank, "epoch": 1,
+            "state": "attached",
             "hicache_storage_backend": "file", "revision": 12, "bypass": False, "report_age_ms": 90 + 50 * rank,
         }
         for rank in range(2)
