@@ -19,6 +19,19 @@ Rules (numbers are those of the design's list; each is executed by the line that
  9. What a builder built is handed over only if its n is still PREPARING; else it is closed by the builder.
 10. COMMIT swaps one reference, UNDO swaps it back, FINALIZE retires the old set.
 
+Duties of the coordinator's driver, on which the proof in tests/unit/transaction stands:
+
+* it repeats the request of the phase it is in (renewing leases) until the table moves on;
+* an answer counts only in the phase, and for FREEZE in the round, that asked for it (rule 5); a heartbeat counts
+  always, since a connection keeps its order;
+* before it feeds anything in COMMIT it looks at its clock and feeds DOUBT instead once the limit has passed (rule 4);
+* it feeds LOST when a hello no longer holds n; on entering FINALIZE or UNDO it feeds again what it knows as lost;
+* OUTCOME A is durable before a client reads the answer, and before the next BEGIN;
+* after a restart B is decided only for leases that were asked for since (``lease_over`` of ``recover``).
+
+And of the rank's executor: BUILD is followed by exactly one BUILT or BUILD_FAILED, wanted or not; LEASE_END comes
+only from a timer that is armed and over; it is looked at before any message is taken.
+
 Executors feed *events*, apply the returned *actions* in order, and keep the returned record. A pair
 (record, event) that has no row leaves the record as it is and returns no action: the reply to any message is
 the rank's current record, so stale messages are harmless by construction.
@@ -67,6 +80,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     round: int = 0  # highest freeze round entered or thawed
     hot: bool = False
     revision: int = 0
+    builder_n: int = 0  # the operation whose builder still runs here, wanted or not; 0 for none
 
 
 class On(StrEnum):
@@ -132,6 +146,8 @@ def rank_step(rec: RankRecord, ev: RankEvent) -> Step:
     """The rank's table: next record and the actions to apply."""
     if ev.n < rec.n:
         # Rule 6: an older operation. Only a builder that finished late still has something to give back (rule 9).
+        if ev.on in (On.BUILT, On.BUILD_FAILED) and ev.n == rec.builder_n:
+            rec = msgspec.structs.replace(rec, builder_n=0)
         return rec, (Do.CLOSE_BUILT,) if ev.on is On.BUILT else ()
     if ev.n > rec.n:
         return _first_message(rec, ev)
@@ -143,15 +159,19 @@ def _first_message(rec: RankRecord, ev: RankEvent) -> Step:
     if rec.phase is not RankPhase.NONE:
         return rec, ()  # one at a time; the reply shows the operation that still runs here
     if ev.on is On.PREPARE:
-        new = RankRecord(n=ev.n, phase=RankPhase.PREPARING, hot=ev.hot, revision=rec.revision)
+        if rec.builder_n:
+            return rec, ()  # rule 9: one builder at a time; the coordinator's repeat is taken once it has ended
+        new = RankRecord(n=ev.n, phase=RankPhase.PREPARING, hot=ev.hot, revision=rec.revision, builder_n=ev.n)
         return new, (Do.BUILD, Do.ARM_PREPARED)
     if ev.on is On.UNDO:  # remembered, so that a late PREPARE(n) builds nothing
-        return RankRecord(n=ev.n, ended=Ended.UNDONE, revision=rec.revision), ()
+        return RankRecord(n=ev.n, ended=Ended.UNDONE, revision=rec.revision, builder_n=rec.builder_n), ()
     return rec, ()
 
 
 def _own_operation(rec: RankRecord, ev: RankEvent) -> Step:
     phase = rec.phase
+    if ev.on in (On.BUILT, On.BUILD_FAILED) and ev.n == rec.builder_n:
+        rec = msgspec.structs.replace(rec, builder_n=0)
     match ev.on:
         case On.PREPARE if phase in (RankPhase.PREPARING, RankPhase.PREPARED):
             return rec, (Do.ARM_PREPARED,)
@@ -161,10 +181,13 @@ def _own_operation(rec: RankRecord, ev: RankEvent) -> Step:
             return rec, (Do.CLOSE_BUILT,)  # rule 9
         case On.BUILD_FAILED if phase is RankPhase.PREPARING:
             return _end(rec, Ended.UNDONE), (Do.DISARM,)
-        case On.FREEZE if phase is RankPhase.PREPARED and ev.round > rec.round:
+        case On.FREEZE if phase is RankPhase.PREPARED and ev.round > rec.round and not rec.hot:
             return msgspec.structs.replace(rec, phase=RankPhase.DRAINING, round=ev.round), (Do.HOLD, Do.ARM_FREEZE)
         case On.FREEZE if phase in (RankPhase.DRAINING, RankPhase.FROZEN) and ev.round == rec.round:
             return rec, (Do.ARM_FREEZE,)
+        case On.FREEZE if phase in (RankPhase.DRAINING, RankPhase.FROZEN) and ev.round > rec.round:
+            # The thaw between the rounds was lost: held already, but this round's idle check is still to be made.
+            return msgspec.structs.replace(rec, phase=RankPhase.DRAINING, round=ev.round), (Do.ARM_FREEZE,)
         case On.IDLE if phase is RankPhase.DRAINING:
             return _to(rec, RankPhase.FROZEN), ()
         case On.BUSY if phase is RankPhase.DRAINING:
@@ -184,13 +207,15 @@ def _own_operation(rec: RankRecord, ev: RankEvent) -> Step:
             return _to(rec, RankPhase.PREPARED if rec.hot else RankPhase.FROZEN), ()
         case On.FINALIZE if phase is RankPhase.SWITCHED:
             final = msgspec.structs.replace(rec, phase=RankPhase.NONE, ended=Ended.FINAL, revision=rec.n)
-            return final, (Do.DISARM, Do.OPEN, Do.PUBLISH, Do.RETIRE_OLD)
+            opening = () if rec.hot else (Do.OPEN,)
+            return final, (Do.DISARM, *opening, Do.PUBLISH, Do.RETIRE_OLD)
         case On.UNDO if phase in _OPEN_PHASES:
             return _undo(rec, Ended.UNDONE)
         case On.LEASE_END if phase in _OPEN_PHASES:
             return _undo(rec, Ended.EXPIRED)  # rules 2 and 3
-        case On.UNDO_FAILED:
-            return _to(rec, RankPhase.QUARANTINED), (Do.BYPASS,)
+        case On.UNDO_FAILED if phase is RankPhase.NONE and rec.ended in (Ended.UNDONE, Ended.EXPIRED):
+            # The executor drops what is left of UNDO's actions and applies these: thaw anyway, close neither set.
+            return _to(rec, RankPhase.QUARANTINED), (Do.BYPASS,) if rec.hot else (Do.BYPASS, Do.OPEN)
         case _:
             return rec, ()
 
@@ -208,8 +233,8 @@ def _undo(rec: RankRecord, ended: Ended) -> Step:
     actions: list[Do] = [Do.DISARM]
     if rec.phase is RankPhase.SWITCHED:
         actions.append(Do.SWAP_BACK)
-    if rec.phase is not RankPhase.PREPARING and rec.round:
-        actions.append(Do.OPEN)
+    if rec.phase in (RankPhase.DRAINING, RankPhase.FROZEN) or (rec.phase is RankPhase.SWITCHED and not rec.hot):
+        actions.append(Do.OPEN)  # exactly the phases that hold admission
     if rec.phase is not RankPhase.PREPARING:  # a running builder closes its own work (rule 9)
         actions.append(Do.DROP_NEW)
     return _end(rec, ended), tuple(actions)
@@ -278,6 +303,7 @@ class CoordRecord(msgspec.Struct, frozen=True):
     outcome: str = ""
     reason: str = ""  # why UNDO: the first cause
     touched: frozenset[int] = frozenset()  # participants that may hold something of n
+    finished: bool = False  # FINISH was given; nothing more comes of this record
 
 
 class See(StrEnum):
@@ -293,6 +319,7 @@ class See(StrEnum):
     TIMEOUT = "timeout"  # the operation's deadline, or the wait's
     CANCEL = "cancel"
     DOUBT = "doubt"  # rule 4: our clock cannot vouch for the leases any more
+    LEASES_OVER = "leases_over"  # UNDO, FINALIZE: our clock says that every lease of n has ended, silent ranks' too
 
 
 class CoordEvent(msgspec.Struct, frozen=True):
@@ -334,7 +361,7 @@ def coord_start(
 
 def coord_step(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
     """The coordinator's table: next record and the actions to take."""
-    if ev.rank >= 0 and ev.rank not in rec.participants:
+    if rec.finished or (ev.rank >= 0 and ev.rank not in rec.participants):
         return rec, ()
     if ev.see in (See.CANCEL, See.TIMEOUT, See.DOUBT, See.FAILED, See.LOST) and rec.phase in _BEFORE_OUTCOME:
         return _abort(rec, ev)
@@ -343,8 +370,8 @@ def coord_step(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
             return _in_begin(rec, ev)
         case CoordPhase.PREPARE:
             return _gather(rec, ev, Said.PREPARED)
-        case CoordPhase.WAIT if ev.see is See.IDLE:
-            return _freeze(rec)
+        case CoordPhase.WAIT:
+            return _freeze(rec) if ev.see is See.IDLE else _ended_early(rec, ev) or (rec, ())
         case CoordPhase.FREEZE:
             return _in_freeze(rec, ev)
         case CoordPhase.COMMIT:
@@ -375,7 +402,7 @@ def _abort(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
 
 def _undo_or_done(rec: CoordRecord, actions: tuple[Act, ...]) -> CoordStep:
     if rec.have >= rec.participants:
-        return msgspec.structs.replace(rec, phase=CoordPhase.DONE), (*actions, Act.FINISH)
+        return msgspec.structs.replace(rec, phase=CoordPhase.DONE, finished=True), (*actions, Act.FINISH)
     return rec, actions
 
 
@@ -383,17 +410,23 @@ def _in_begin(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
     if ev.see is See.DURABLE:
         return _move(rec, CoordPhase.PREPARE), (Act.SEND_PREPARE,)
     if ev.see in (See.NOT_DURABLE, See.CANCEL, See.TIMEOUT):
-        return _move(rec, CoordPhase.DONE, outcome="a", reason=ev.detail or ev.see.value), (Act.FINISH,)
+        return _move(rec, CoordPhase.DONE, outcome="a", finished=True, reason=ev.detail or ev.see), (Act.FINISH,)
     return rec, ()
+
+
+def _ended_early(rec: CoordRecord, ev: CoordEvent) -> CoordStep | None:
+    """Before the outcome, a participant on which n has ended is a no, whatever the phase waits for."""
+    if ev.see is not See.SAID or ev.said not in (Said.EXPIRED, Said.UNDONE, Said.QUARANTINED, Said.FINAL):
+        return None
+    detail = ev.detail or f"rank {ev.rank}: {ev.said}"
+    return _abort(rec, msgspec.structs.replace(ev, see=See.FAILED, detail=detail))
 
 
 def _gather(rec: CoordRecord, ev: CoordEvent, wanted: Said) -> CoordStep:
     """PREPARE and COMMIT: every participant must say ``wanted``; one that has ended n instead is a no."""
-    if ev.see is not See.SAID:
-        return rec, ()
-    if ev.said in (Said.EXPIRED, Said.UNDONE, Said.QUARANTINED, Said.FINAL):
-        return _abort(rec, msgspec.structs.replace(ev, see=See.FAILED, detail=ev.detail or f"rank {ev.rank}: {ev.said}"))  # noqa: E501
-    if ev.said is not wanted:
+    if over := _ended_early(rec, ev):
+        return over
+    if ev.see is not See.SAID or ev.said is not wanted:
         return rec, ()
     have = rec.have | {ev.rank}
     if have < rec.participants:
@@ -414,11 +447,11 @@ def _in_freeze(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
         if rec.wait:
             return _move(rec, CoordPhase.WAIT), (Act.SEND_THAW, Act.WATCH_IDLE)
         return _abort(rec, ev)
-    if ev.see is not See.SAID:
-        return rec, ()
-    if ev.said in (Said.EXPIRED, Said.UNDONE, Said.QUARANTINED, Said.FINAL, Said.UNKNOWN):
-        return _abort(rec, msgspec.structs.replace(ev, see=See.FAILED, detail=ev.detail or f"rank {ev.rank}: {ev.said}"))  # noqa: E501
-    if ev.said is not Said.FROZEN:
+    if over := _ended_early(rec, ev):
+        return over
+    if ev.see is See.SAID and ev.said is Said.UNKNOWN:  # it was PREPARED before: another incarnation (rule 13)
+        return _abort(rec, msgspec.structs.replace(ev, see=See.LOST, detail=f"rank {ev.rank} does not know n any more"))
+    if ev.see is not See.SAID or ev.said is not Said.FROZEN:
         return rec, ()
     have = rec.have | {ev.rank}
     if have < rec.participants:
@@ -428,6 +461,8 @@ def _in_freeze(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
 
 def _in_finalize(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
     """B is durable. A participant that expired or left is drift, not a roll-back (rule 3's window)."""
+    if ev.see is See.LEASES_OVER:
+        return msgspec.structs.replace(rec, phase=CoordPhase.CONVERGING, finished=True), (Act.FINISH,)
     if ev.see is See.SAID and ev.said is Said.FINAL:
         pass
     elif ev.see is See.LOST or (
@@ -439,6 +474,7 @@ def _in_finalize(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
     rec = msgspec.structs.replace(rec, have=rec.have | {ev.rank})
     if rec.have < rec.participants:
         return rec, ()
+    rec = msgspec.structs.replace(rec, finished=True)
     if rec.phase is CoordPhase.CONVERGING:
         return rec, (Act.FINISH,)  # the driver reports ``converging`` and starts convergence
     return msgspec.structs.replace(rec, phase=CoordPhase.DONE), (Act.FINISH,)
@@ -446,6 +482,8 @@ def _in_finalize(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
 
 def _in_undo(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
     """UNDO is repeated by the driver until every participant is known to be on A, or past its lease."""
+    if ev.see is See.LEASES_OVER:  # rule 3: the silent ones are on A by themselves, or not serving at all
+        return msgspec.structs.replace(rec, phase=CoordPhase.DONE, finished=True), (Act.FINISH,)
     gone = ev.see is See.LOST
     settled = ev.see is See.SAID and ev.said in (Said.UNDONE, Said.EXPIRED, Said.UNKNOWN, Said.QUARANTINED)
     if not (gone or settled):
@@ -471,8 +509,29 @@ def recover(participants: frozenset[int], answers: dict[int, Said], outcome: str
         return Recovered.RESEND_FINALIZE
     if outcome == "a":
         return Recovered.ABORT_A
+    if any(answers.get(rank) is Said.FINAL for rank in participants):
+        return Recovered.COMMIT_B  # only OUTCOME B leads there: the journal lost its record (damage, --recover)
     if any(answers.get(rank) not in (None, Said.SWITCHED) for rank in participants):
         return Recovered.ABORT_A
     if all(answers.get(rank) is Said.SWITCHED for rank in participants):
         return Recovered.ABORT_A if lease_over else Recovered.COMMIT_B
     return Recovered.ABORT_A if lease_over else Recovered.WAIT
+
+
+def coord_resume(n: int, participants: frozenset[int], verdict: Recovered) -> CoordStep:
+    """The coordinator's record after a restart, standing where ``verdict`` puts it, and the actions that go on.
+
+    Raises:
+        ValueError: ``WAIT`` is no verdict to resume with.
+    """
+    rec = CoordRecord(n=n, participants=participants)
+    match verdict:
+        case Recovered.COMMIT_B:
+            return _move(rec, CoordPhase.OUTCOME), (Act.FSYNC_OUTCOME_B,)
+        case Recovered.RESEND_FINALIZE:
+            return _move(rec, CoordPhase.FINALIZE, outcome="b"), (Act.SEND_FINALIZE,)
+        case Recovered.ABORT_A:
+            moved = _move(rec, CoordPhase.UNDO, outcome="a", reason="recovery")
+            return _undo_or_done(moved, (Act.RECORD_OUTCOME_A, Act.SEND_UNDO))
+        case Recovered.WAIT:
+            raise ValueError("recovery has not decided yet")
