@@ -1,0 +1,175 @@
+"""TCP listeners under Hypercorn's trio protocol server, with the guards that it leaves out.
+
+Hypercorn's ``worker_serve`` lets one connection's unforeseen exception end every connection, and writes without a
+deadline inside a shield, so that a client which stops reading holds up the stop of the daemon (read in 0.18). So its
+``TCPServer`` runs here per connection, over a stream that has those deadlines, under a limit of connections.
+"""
+
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+
+from hicache_sidecar.obs.counters import Counters
+from hicache_sidecar.server.replies import refusal
+
+log = logging.getLogger("hicache.server")
+
+MAX_CONNECTIONS = 128  # browsers, scrapers and scripts of one host
+SEND_S = 10.0  # one write to a client that does not read
+KEEP_ALIVE_S = 15.0  # an idle connection; also the time for a request's head
+LINGER_S = 0.5  # reading on after our last byte, so that a reset does not swallow the answer (413)
+GRACE_S = 1.0  # running requests at the stop (failures.md F103: all is over within two seconds)
+MAX_LINGER_BYTES = 16 << 20
+BACKLOG = 128
+
+
+class GuardedStream(trio.abc.HalfCloseableStream):
+    """A socket stream whose writes have a deadline and whose close lets the peer read the last answer."""
+
+    def __init__(self, stream: trio.SocketStream, cancel: Callable[[], None]) -> None:
+        self._stream, self._cancel = stream, cancel
+        self.socket = stream.socket  # Hypercorn reads the addresses from it
+        self._ended = trio.Event()  # the peer closed
+        self._closing = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        try:
+            with trio.fail_after(SEND_S):
+                await self._stream.send_all(data)
+        except trio.TooSlowError:
+            self._closing = True  # no linger for somebody who does not read
+            self._ended.set()
+            await trio.aclose_forcefully(self._stream)
+            raise trio.BrokenResourceError("the client does not read") from None
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        discarded = 0
+        while True:
+            data = bytes(await self._stream.receive_some(max_bytes))
+            discarded += len(data)
+            if not data or not self._closing or discarded > MAX_LINGER_BYTES:
+                break
+        if not data:
+            self._ended.set()
+        return b"" if self._closing else data
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        """Give the peer LINGER_S to take what was sent, then close and end the connection's tasks."""
+        if not self._closing and not self._ended.is_set():
+            self._closing = True
+            with trio.move_on_after(LINGER_S, shield=True):
+                try:
+                    await self.receive_some(1 << 16)
+                except trio.BusyResourceError:
+                    await self._ended.wait()  # the connection's own reader sees the end
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    pass
+        await trio.aclose_forcefully(self._stream)
+        self._cancel()
+
+
+class HttpServer:
+    """Serves listening TCP sockets with one ASGI application until ``stop``."""
+
+    def __init__(self, app: Any, counters: Counters) -> None:
+        self._app = ASGIWrapper(app)
+        self._counters = counters
+        self._config = Config()
+        self._config.errorlog = logging.getLogger("hicache.http")
+        self._config.keep_alive_timeout = KEEP_ALIVE_S
+        self._config.include_server_header = False
+        self._config.h2_max_concurrent_streams = 16
+        self._context = WorkerContext(None)
+        self._closing = trio.Event()
+        self._open = 0
+
+    def stop(self) -> None:
+        """Accept nothing more; idle connections close, running requests get GRACE_S."""
+        self._closing.set()
+
+    async def serve(
+        self, sockets: list[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Accept until ``stop``; returns when the last connection ended."""
+        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
+        async with trio.open_nursery() as connections:
+            with trio.CancelScope() as accepting:
+                async with trio.open_nursery() as nursery:
+
+                    async def stop_accepting() -> None:
+                        await self._closing.wait()
+                        accepting.cancel()
+
+                    nursery.start_soon(stop_accepting)
+                    await nursery.start(
+                        partial(trio.serve_listeners, self._handle, listeners, handler_nursery=connections)
+                    )
+                    task_status.started()
+            await self._context.terminated.set()
+            connections.cancel_scope.deadline = trio.current_time() + GRACE_S
+
+    async def _handle(self, raw: trio.SocketStream) -> None:
+        if self._open >= MAX_CONNECTIONS:
+            self._counters.add("hicache_http_connections", "too_many")
+            await trio.aclose_forcefully(raw)
+            return
+        self._open += 1
+        result = "closed"
+        try:
+            with trio.CancelScope() as scope:
+                stream = GuardedStream(raw, scope.cancel)
+                server = TCPServer(self._app, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+                try:
+                    await server.run()
+                finally:
+                    await trio.aclose_forcefully(raw)
+        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            result = "broken"
+        except* Exception as group:
+            result = "internal"
+            refusal(group, self._counters, "http")
+        finally:
+            self._open -= 1
+            self._counters.add("hicache_http_connections", result)
+
+
+def bind_tcp(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for every address that ``host`` stands for.
+
+    Raises:
+        OSError: unknown name, address in use, no such address here.
+    """
+    found: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            # Port 0 means any free one, but the same for all addresses of the name.
+            where = (address[0], found[0].getsockname()[1], *address[2:]) if found and port == 0 else address
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            found.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
+    except OSError:
+        for sock in found:
+            sock.close()
+        raise
+    return found
