@@ -206,7 +206,7 @@ class Engine:
         status, answer = http_json("POST", f"{self.url}/generate", body, timeout_s)
         if status != 200:
             raise ProcessFailed(f"generate: {status} {answer}\n{self.process.tail()}")
-        return answer
+        return dict(answer)
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """POST /flush_cache: L1 and L2 are empty afterwards."""

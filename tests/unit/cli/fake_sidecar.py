@@ -17,6 +17,21 @@ from hicache_proto.framing import HEADER, encode_frame, frame_length
 
 Script = Callable[["Peer", control.Request], None]
 
+# The answer of a change that worked.
+DONE: dict[str, Any] = {
+    "success": True,
+    "changed": True,
+    "changed_keys": ["prefetch_threshold"],
+    "message": "rank 0: done; rank 1: done",
+    "operation_id": "op-5",
+    "revision": 5,
+    "state": "attached",
+    "ranks": [{"rank": 0, "success": True, "message": "done", "stall_us": 11}],
+    "prepare_ms": 2.0,
+    "freeze_ms": 1.0,
+    "commit_ms": 0.5,
+}
+
 
 class Peer:
     """The server's end of one connection."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cli.fake_sidecar import Peer, fake_sidecar
+from tests.unit.cli.fake_sidecar import DONE, Peer
 
 from hicache_proto import api, control, errors
 from hicache_sidecar.cli.commands import COMMANDS
@@ -35,55 +35,6 @@ CHANGE_FLAGS = [
 ]
 POLICIES = {"hicache_storage_prefetch_policy": "timeout", "hicache_write_policy": "write_back"}
 POLICY_FLAGS = ["--prefetch-policy", "timeout", "--write-policy", "write_back"]
-DONE: dict[str, Any] = {
-    "success": True,
-    "changed": True,
-    "changed_keys": ["prefetch_threshold"],
-    "message": "rank 0: done; rank 1: done",
-    "operation_id": "op-5",
-    "revision": 5,
-    "state": "attached",
-    "ranks": [{"rank": 0, "success": True, "message": "done", "stall_us": 11}],
-    "prepare_ms": 2.0,
-    "freeze_ms": 1.0,
-    "commit_ms": 0.5,
-}
-
-
-class Ran:
-    """One run of hicachectl."""
-
-    def __init__(self, code: int, out: str, err: str, requests: list[control.Request]) -> None:
-        self.code, self.out, self.err = code, out, err
-        self.bodies = [request.body for request in requests]
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def ctl(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Run a command line against a sidecar that answers every request with ``answer``."""
-
-    def run(*argv: str, answer: object = DONE) -> Ran:
-        def script(peer: Peer, request: control.Request) -> None:
-            if isinstance(answer, errors.HicacheError):
-                peer.error(request, answer)
-            elif callable(answer):
-                answer(peer, request)
-            else:
-                peer.result(request, answer)
-
-        path = tmp_path / "control.sock"
-        path.unlink(missing_ok=True)
-        with fake_sidecar(path, script) as server:
-            code = main(["--socket", server.path, *argv])
-        captured = capfd.readouterr()
-        return Ran(code, captured.out, captured.err, server.requests)
-
-    return run
-
 
 SENT = {
     "status": (["status"], api.StatusRequest()),
@@ -118,7 +69,7 @@ SENT = {
             "none",
             "--hicache-storage-pass-prefix-keys",
             "true",
-        ],  # fmt: skip
+        ],
         api.PolicyRequest(
             knobs={
                 "prefetch_threshold": 64,
@@ -361,54 +312,3 @@ def test_progress_is_written_only_to_a_terminal(ctl: Any, monkeypatch: pytest.Mo
     assert "op-1 · freeze · waiting for rank 0: x=1" in ran.err
     assert ran.err.endswith("\r\x1b[K")
     assert ctl("-q", "detach", answer=busy).err == ""
-
-
-def test_config_comes_from_a_file_stdin_or_the_engine_host(
-    ctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import io
-
-    file = tmp_path / "options.json"
-    file.write_text('{"file_storage_path": "/srv"}')
-
-    def sent(value: str) -> str | None:
-        return ctl("attach", "file", "--config", value).bodies[0].hicache_storage_backend_extra_config_json
-
-    assert sent(f"@{file}") == '{"file_storage_path": "/srv"}'
-    assert sent("@@/etc/hicache/x.json") == "@/etc/hicache/x.json"
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"b": 2}'))
-    assert sent("@-") == '{"b": 2}'
-
-
-def test_a_config_file_that_cannot_be_sent_is_a_usage_error_without_its_content(ctl: Any, tmp_path: Path) -> None:
-    """F94: a parse error must not echo the config, which may hold secrets."""
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"\xff\xfepassword")
-    huge = tmp_path / "huge"
-    huge.write_text("s3cret" * 200_000)
-    for name in (binary, huge, tmp_path / "absent", tmp_path):
-        ran = ctl("attach", "file", "--config", f"@{name}")
-        assert (ran.code, ran.bodies) == (2, [])
-        assert "s3cret" not in ran.err
-        assert "password" not in ran.err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [], ["nothing"], ["--nothing"], ["attach"], ["attach", "file", "--mode", "now"], ["bypass", "maybe"],
-        ["-o", "xml", "status"], ["-o"], ["rollback", "x"], ["policy"], ["policy", "--write-policy", "never"],
-        ["attach", "file", "--wait", "nan"], ["attach", "file", "--wait", "-1"], ["detach", "--timeout", "1e400"],
-        ["policy", "--prefetch-timeout-base", "inf"], ["status", "extra"], ["completion", "csh"],
-    ],
-)  # fmt: skip
-def test_usage_errors_exit_2_and_send_nothing(ctl: Any, argv: list[str]) -> None:
-    """F53: numbers that are none are refused before anything is sent."""
-    ran = ctl(*argv)
-    assert (ran.code, ran.bodies, ran.out) == (2, [], "")
-    assert "hicachectl" in ran.err
-
-
-def test_a_usage_error_has_a_document_too(ctl: Any) -> None:
-    ran = ctl("attach", "-o", "json")
-    assert (ran.code, ran.json["error"]["code"]) == (2, "usage")
