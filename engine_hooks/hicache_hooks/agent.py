@@ -1,0 +1,444 @@
+"""The link to the sidecar: one thread that owns the ZMQ socket of one rank.
+
+Theory of operation
+===================
+
+The thread waits for four things at once and for nothing else, never without a limit: the socket, its monitor
+(a lost connection), an eventfd by which other threads say that they left something in the outbox, and the next
+point in time (heartbeat, hello, a lease's end). It never polls in a loop and never calls into the scheduler; it
+leaves messages in the scheduler's inbox and wakes it.
+
+* A session starts with a hello under a fresh random id, sent when the socket becomes writable, which with
+  IMMEDIATE=1 means: when a peer is there. So nothing old waits in a queue for a new sidecar (rule 5).
+* No welcome in time, ``rehello``, ``refused`` or a lost connection start a new session, with a back-off that a
+  session that lived resets. A sidecar that is away for good costs a reconnect attempt per second, no more.
+* A message that does not decode, or is of another session, is dropped and counted.
+* An answer is sent in the session of its call or not at all. Its report is read when it is sent.
+* A send that would block is dropped and counted: the coordinator repeats what matters.
+* After a fork the child has no agent: methods called there do nothing.
+"""
+
+import logging
+import math
+import os
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from hicache_hooks.faults import FaultError, Faults, LinkCut
+from hicache_hooks.leases import Clock, monotonic
+from hicache_proto.errors import HicacheError, Internal
+from hicache_proto.hooklink import (
+    HEARTBEAT_S,
+    MAX_LINK_BYTES,
+    Answer,
+    Call,
+    Goodbye,
+    Heartbeat,
+    HookMessage,
+    Notice,
+    RankHello,
+    Refused,
+    Rehello,
+    Welcome,
+    decode_from_sidecar,
+    encode,
+    phase_of,
+)
+from hicache_proto.model import Plan, RankReport
+
+log = logging.getLogger(__name__)
+
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 1000
+WELCOME_S = 2.0  # a sidecar that runs answers in milliseconds
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 5.0
+HEARTBEAT_RANGE_S = (0.05, 60.0)
+MAX_WAIT_S = 5.0  # no wait is longer, whatever the state says
+REWAKE_S = 0.25  # a scheduler that did not act on a passed lease is woken again after this
+DRAIN_BATCH = 64  # messages per turn, so that heartbeats are not starved
+SEND_HWM = 256
+GOODBYE_LINGER_MS = 200  # the only message that may outlive its socket
+
+Outgoing = tuple[str, Callable[[], HookMessage], Call | None]  # session, message made at send time, its call
+
+
+class LinkAgent:
+    """The agent of one rank. ``start`` once, ``stop`` once; the other methods may be called from any thread."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        hello: Callable[[str], RankHello],
+        report: Callable[[], RankReport],
+        on_call: Callable[[Call], None],
+        deadline: Callable[[], float | None],
+        on_deadline: Callable[[], None],
+        clock: Clock = monotonic,
+        faults: Faults | None = None,
+        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+    ) -> None:
+        """Args:
+        hello: makes the hello for a session id; report: the rank's state. Agent thread; must not raise.
+        on_call: takes a call of the present session. Agent thread.
+        deadline: when a lease ends next, on ``clock``; on_deadline: called once that has passed.
+        context: shared by many agents of one process (scale tests); else the agent has its own.
+        """
+        self._endpoint = endpoint
+        self._hello = hello
+        self._report = report
+        self._on_call = on_call
+        self._deadline = deadline
+        self._on_deadline = on_deadline
+        self._clock = clock
+        self._faults = faults or Faults()
+        self._context = context
+        self._pid = os.getpid()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._out: deque[Outgoing] = deque(maxlen=4096)
+        self._beat_now = False
+        self._stopping = False
+        self._goodbye = ""
+        self._thread: threading.Thread | None = None
+        self.counts: Counter[str] = Counter()
+        # Agent thread only, from here on:
+        self._session = ""
+        self._said_hello = False
+        self._welcomed = False
+        self._lived = False
+        self._hello_at = 0.0
+        self._welcome_by = 0.0
+        self._next_beat = 0.0
+        self._backoff_s = 0.0
+        self._heartbeat_s = HEARTBEAT_S
+        self._told: tuple[float | None, float] = (None, 0.0)  # deadline that was passed on, and when
+        self._last_refusal = ""
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError when no thread can be had."""
+        self._thread = threading.Thread(target=self._run, name="hicache-agent", daemon=True)
+        self._thread.start()
+
+    def stop(self, reason: str = "", timeout_s: float = 2.0) -> bool:
+        """Say goodbye and end the thread; False when it did not end in time. Idempotent."""
+        if os.getpid() != self._pid or self._thread is None:
+            return True
+        self._goodbye, self._stopping = reason, True
+        self._signal()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def session(self) -> str:
+        """The present session id; empty before the first hello."""
+        return self._session
+
+    @property
+    def connected(self) -> bool:
+        """True while the sidecar has welcomed this session."""
+        return self._welcomed
+
+    def answer(
+        self,
+        call: Call,
+        *,
+        ok: bool,
+        error: HicacheError | None = None,
+        plan: Plan | None = None,
+        data: dict[str, Any] | None = None,
+        stall_us: int | None = None,
+    ) -> None:
+        """Queue an answer to ``call``."""
+        body = None if error is None else error.body()
+
+        def make() -> Answer:
+            return Answer(
+                session=call.session,
+                n=call.n,
+                phase=call.phase,
+                call=call.call,
+                ok=ok,
+                report=self._report(),
+                error=body,
+                plan=plan,
+                data=data,
+                stall_us=stall_us,
+            )
+
+        self._post(call.session, make, call)
+
+    def notice(self, kind: str, detail: str = "") -> None:
+        """Queue a notice in the present session."""
+        session = self._session
+        self._post(session, lambda: Notice(session=session, kind=kind, report=self._report(), detail=detail), None)
+
+    def changed(self) -> None:
+        """The rank's state changed: heartbeat now, and look at the deadline again."""
+        self._beat_now = True
+        self._signal()
+
+    def _post(self, session: str, make: Callable[[], HookMessage], call: Call | None) -> None:
+        self._out.append((session, make, call))
+        self._signal()
+
+    def _signal(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:  # full counter: it is readable already; closed: the agent has ended
+            self.counts["lost_signals"] += 1
+
+    # ------------------------------------------------------------------ agent thread
+
+    def _run(self) -> None:
+        context = self._context or zmq.Context(io_threads=1)
+        try:
+            while not self._stopping:
+                try:
+                    self._connected_life(context)
+                except zmq.ZMQError as error:
+                    if self._stopping or error.errno == zmq.ETERM:
+                        break
+                    self._trouble("socket", error)
+                except Exception as error:  # a defect of ours must not end the link for good
+                    self._trouble("agent", error)
+        finally:
+            if self._context is None:
+                context.term()  # every socket is closed with a bounded linger: this cannot hang (F103)
+            os.close(self._wake_fd)
+
+    def _trouble(self, what: str, error: Exception) -> None:
+        self.counts["troubles"] += 1
+        log.warning("link to the sidecar, %s: %s: %s; starting again", what, type(error).__name__, error)
+        self._new_session(self._clock())
+        self._back_off(self._clock())
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.poll(int(max(self._backoff_s, BACKOFF_FIRST_S) * 1000))
+
+    def _connected_life(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """One socket's life. Returns when told to stop; ``LinkCut`` starts another."""
+        socket = context.socket(zmq.DEALER)
+        monitor = None
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_LINK_BYTES)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            monitor.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._endpoint)
+            self._new_session(self._clock())
+            self._turns(socket, monitor)
+        except LinkCut as cut:
+            self.counts["cuts"] += 1
+            log.warning("link cut by fault point %s", cut)
+        finally:
+            if monitor is not None:
+                socket.disable_monitor()
+            socket.close(linger=GOODBYE_LINGER_MS if self._stopping else 0)
+
+    def _turns(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+        poller = zmq.Poller()
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while True:
+            now = self._clock()
+            hello_due = not self._said_hello and now >= self._hello_at
+            poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if hello_due else 0))
+            ready = dict(poller.poll(self._timeout_ms(now)))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            now = self._clock()
+            if monitor in ready:
+                self._read_monitor(monitor, now)
+            if ready.get(socket, 0) & zmq.POLLIN:
+                self._receive(socket)
+            if self._stopping:
+                self._flush(socket)
+                if self._said_hello:
+                    self._send(socket, Goodbye(session=self._session, reason=self._goodbye))
+                return
+            if hello_due and not self._said_hello and ready.get(socket, 0) & zmq.POLLOUT:
+                self._say_hello(socket, now)
+            self._flush(socket)
+            self._beat(socket, now)
+            self._look_at_deadline(now)
+            if self._said_hello and not self._welcomed and now >= self._welcome_by:
+                self.counts["no_welcome"] += 1
+                self._new_session(now)
+                self._back_off(now)
+
+    def _timeout_ms(self, now: float) -> int:
+        times = [now + MAX_WAIT_S]
+        if not self._said_hello:
+            if self._hello_at > now:
+                times.append(self._hello_at)
+        elif not self._welcomed:
+            times.append(self._welcome_by)
+        else:
+            times.append(self._next_beat)
+        deadline = self._deadline()
+        if deadline is not None:
+            told, at = self._told
+            times.append(at + REWAKE_S if told == deadline else deadline)
+        return max(0, math.ceil((min(times) - now) * 1000))
+
+    # -- sessions
+
+    def _new_session(self, now: float) -> None:
+        self._said_hello = self._welcomed = False
+        self._hello_at = now
+        if self._lived:
+            self._backoff_s = 0.0
+        self._lived = False
+
+    def _back_off(self, now: float, at_least_s: float = 0.0) -> None:
+        self._hello_at = now + max(at_least_s, self._backoff_s)
+        self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * self._backoff_s))
+
+    def _say_hello(self, socket: "zmq.Socket[bytes]", now: float) -> None:
+        self._session = secrets.token_hex(8)
+        if self._send(socket, self._hello(self._session)):
+            self._said_hello = True
+            self._welcome_by = now + WELCOME_S
+            self.counts["hellos"] += 1
+
+    def _read_monitor(self, monitor: "zmq.Socket[bytes]", now: float) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_DISCONNECTED and self._said_hello:
+                self.counts["disconnects"] += 1
+                self._new_session(now)
+
+    # -- receiving
+
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in range(DRAIN_BATCH):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise msgspec.DecodeError(f"{len(frames)} frames")
+                message = decode_from_sidecar(frames[0])
+            except (msgspec.MsgspecError, HicacheError, UnicodeDecodeError, RecursionError) as error:
+                self.counts["malformed"] += 1
+                log.debug("dropped a message: %s", error)
+                continue
+            if message.session != self._session or not self._said_hello:
+                self.counts["foreign"] += 1
+                continue
+            self._on_message(message)
+
+    def _on_message(self, message: Welcome | Refused | Rehello | Call) -> None:
+        now = self._clock()
+        match message:
+            case Welcome(heartbeat_s=seconds):
+                low, high = HEARTBEAT_RANGE_S
+                self._heartbeat_s = min(high, max(low, seconds)) if math.isfinite(seconds) else HEARTBEAT_S
+                self._welcomed = True
+                self._last_refusal = ""
+                self._next_beat = now + self._heartbeat_s
+            case Refused(error=error, retry_s=seconds):
+                self.counts["refused"] += 1
+                if error.message != self._last_refusal:
+                    log.error("the sidecar refuses this rank: %s", error.message)
+                    self._last_refusal = error.message
+                self._new_session(now)
+                self._back_off(now, min(60.0, max(0.1, seconds)) if math.isfinite(seconds) else BACKOFF_MAX_S)
+            case Rehello():
+                self.counts["rehellos"] += 1
+                self._new_session(now)
+                self._back_off(now)
+            case Call():
+                self._take(message)
+
+    def _take(self, call: Call) -> None:
+        if call.phase != phase_of(call.body) or call.n < 0:
+            self.counts["malformed"] += 1
+            return
+        try:
+            self._faults.hit(call.phase, "recv")
+        except FaultError as error:
+            self.counts["faults"] += 1
+            log.warning("dropped a call: %s", error)
+            return
+        self._on_call(call)
+
+    # -- sending
+
+    def _flush(self, socket: "zmq.Socket[bytes]") -> None:
+        while self._out:
+            session, make, call = self._out.popleft()
+            if session != self._session or not self._said_hello:
+                self.counts["stale_answers"] += 1
+                continue
+            try:
+                if call is not None:
+                    self._faults.hit(call.phase, "before_send")
+                self._send(socket, make())
+                if call is not None:
+                    self._faults.hit(call.phase, "after_send")
+            except FaultError as error:
+                self.counts["faults"] += 1
+                log.warning("answer: %s", error)
+
+    def _beat(self, socket: "zmq.Socket[bytes]", now: float) -> None:
+        if not self._welcomed or (not self._beat_now and now < self._next_beat):
+            return
+        self._lived = self._lived or not self._beat_now
+        self._beat_now = False
+        self._next_beat = now + self._heartbeat_s
+        self._send(socket, Heartbeat(session=self._session, report=self._report()))
+
+    def _send(self, socket: "zmq.Socket[bytes]", message: HookMessage) -> bool:
+        try:
+            frame = encode(message)
+        except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as error:
+            frame = self._encode_failure(message, f"{type(error).__name__}: {error}")
+        if len(frame) > MAX_LINK_BYTES:
+            frame = self._encode_failure(message, f"message of {len(frame)} bytes")
+        if not frame:
+            return False
+        try:
+            socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            self.counts["dropped_sends"] += 1
+            return False
+        return True
+
+    def _encode_failure(self, message: HookMessage, why: str) -> bytes:
+        self.counts["unsendable"] += 1
+        log.error("cannot send a %s: %s", type(message).__name__, why)
+        if not isinstance(message, Answer):
+            return b""
+        error = Internal(f"the answer cannot be sent: {why}", details={"reason": "unsendable"}).body()
+        plain = msgspec.structs.replace(message, ok=False, error=error, plan=None, data=None)
+        return encode(plain)
+
+    def _look_at_deadline(self, now: float) -> None:
+        deadline = self._deadline()
+        if deadline is None or now < deadline:
+            return
+        told, at = self._told
+        if told != deadline or now >= at + REWAKE_S:
+            self._told = (deadline, now)
+            self._on_deadline()

@@ -1,0 +1,493 @@
+"""Executes the rank's table (``hicache_proto.transaction.rank_step``) on one rank, with one writer.
+
+Theory of operation
+===================
+
+Every method here runs on the scheduler thread, inside ``RankHook.run_pending`` or ``execute_injected`` (rule 8).
+The agent thread posts calls and sends answers, the builder and closer threads post their results; none of them
+changes anything. A *step* is one entry from outside: it feeds events to the table, applies the actions in order,
+measures how long the scheduler stood still, then answers every waiting call whose question is settled and
+publishes a ``View`` for the other threads.
+
+* PREPARE starts a builder. Its result is kept aside while missing page hashes are computed in slices, one per
+  scheduler pass, so that COMMIT finds none missing; only then BUILT is fed.
+* FREEZE holds admission and tests idleness in the same step. ``drain`` tests again on every pass. FROZEN also
+  means that nothing is left to back-fill.
+* COMMIT looks at the lease and at idleness again, in the same step, and swaps one reference.
+* FINALIZE opens, publishes, and hands the old set to a closing thread; publication is the last act (F14).
+* A lease that ends is UNDO on this rank. ``tick`` looks at the clock itself while something is held, so that a
+  dead sidecar, and a dead agent thread too, only cost the lease (F36).
+* A swap back that raises leaves the rank quarantined: admission open, bypass on, neither set closed (F28).
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+
+from hicache_hooks.adapter import EngineAdapter
+from hicache_hooks.builder import Builder, Built, busy_error
+from hicache_hooks.closer import Closed, Closer
+from hicache_hooks.faults import Faults
+from hicache_hooks.gate import Gate, operation_hold
+from hicache_hooks.idle import IdleGate
+from hicache_hooks.leases import Clock, Lease, checked_s
+from hicache_hooks.verdict import Facts, verdict
+from hicache_hooks.world import Injector, WorldCommand
+from hicache_proto.errors import HicacheError, Internal, PrepareFailed, Quarantined
+from hicache_proto.hooklink import Call, Commit, Finalize, Freeze, Prepare, Thaw, Undo
+from hicache_proto.model import TargetState
+from hicache_proto.transaction import Do, On, RankEvent, RankPhase, RankRecord, rank_step
+
+log = logging.getLogger(__name__)
+
+BACKFILL_SLICE_S = 0.0005  # per scheduler pass: a decode step takes tens of milliseconds
+MAX_WAITING = 64  # calls that wait for a state; a coordinator repeats about once a second
+
+_HELD = (RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
+
+
+class Outbox(Protocol):
+    """Where answers go; every method returns at once and may be called from any thread."""
+
+    def answer(
+        self, call: Call, *, ok: bool, error: HicacheError | None = None, stall_us: int | None = None
+    ) -> None: ...
+
+    def notice(self, kind: str, detail: str = "") -> None: ...
+
+    def changed(self) -> None: ...
+
+
+class View(msgspec.Struct, frozen=True):
+    """What other threads may know; replaced as a whole."""
+
+    record: RankRecord = RankRecord()
+    lease_deadline: float | None = None  # this process's clock
+    quarantine: str = ""
+    notes: dict[str, str] = {}
+
+
+class RankTransaction:
+    """The present operation of one rank."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        *,
+        gate: Gate,
+        idle: IdleGate,
+        world: Injector,
+        builder: Builder,
+        closer: Closer,
+        outbox: Outbox,
+        clock: Clock,
+        faults: Faults,
+    ) -> None:
+        self._adapter = adapter
+        self._gate = gate
+        self._idle = idle
+        self._world = world
+        self._builder = builder
+        self._closer = closer
+        self._out = outbox
+        self._clock = clock
+        self._faults = faults
+        self._lease = Lease(clock)
+        self.record = RankRecord()
+        self.view = View()
+        # Of the present operation:
+        self._target = TargetState()
+        self._lease_s: dict[Do, float] = {}
+        self._drain = False
+        self._built: Built | None = None  # finished, being back-filled
+        self._new: list[object] = []  # B's set while it is ours: 0 or 1 item, for any object may be a set
+        self._old: list[object] = []  # A's set from SWAP to RETIRE_OLD
+        self._publish: list[object] = []  # installed, publication still owed
+        self._facts = Facts()
+        self._stall_us: dict[str, int] = {}
+        # Across operations:
+        self._waiting: list[Call] = []
+        self._stuck: dict[int, tuple[str, ...]] = {}  # close ticket -> threads
+        self._undo_error = ""
+        self._depth = 0
+
+    # ------------------------------------------------------------------ entries
+
+    def on_call(self, call: Call) -> None:
+        """A transaction message. Answered now or later, exactly once."""
+        with self._step(call.phase):
+            self._waiting.append(call)
+            try:
+                self._faults.hit(call.phase, "before_apply")
+                self._receive(call)
+                self._faults.hit(call.phase, "after_apply")
+            except Exception as error:
+                self._fail(call, error)
+            while len(self._waiting) > MAX_WAITING:
+                self._fail(self._waiting[0], Internal("too many calls wait here", details={"reason": "superseded"}))
+
+    def on_built(self, built: Built) -> None:
+        """The builder ended."""
+        with self._step("prepare"):
+            if built.error is not None:
+                self._facts.build_error[built.n] = built.error
+                self._feed(On.BUILD_FAILED, built.n)
+            else:
+                self._built = built
+                self._continue_build()
+
+    def on_closed(self, closed: Closed) -> None:
+        """An attempt to close a set ended."""
+        with self._step("close"):
+            if closed.stuck:
+                self._stuck[closed.ticket] = closed.stuck
+            else:
+                self._stuck.pop(closed.ticket, None)
+            if closed.ticket == self._facts.retiring:
+                self._facts.retiring = None
+                self._facts.retire_stuck = closed.stuck
+
+    def execute(self, command: WorldCommand) -> None:
+        """A command that the world's broadcast brought to this rank."""
+        with self._step(command.kind):
+            self._execute(command)
+            self._facts.ran[command.kind] = (command.n, command.round)
+
+    def tick(self) -> None:
+        """One scheduler pass: leases, then what goes on in slices."""
+        if self._lease.over:
+            with self._step("lease_end"):
+                self._lease_end()
+        if self._built is not None:
+            with self._step("prepare"):
+                self._continue_build()
+        if self.record.phase is RankPhase.DRAINING:
+            with self._step("freeze"):
+                self._test_idle()
+
+    def abandon(self) -> None:
+        """The process leaves: back to A, so that what serves until the end is what the sidecar believes."""
+        with self._step("undo"):
+            self._feed(On.UNDO, self.record.n)
+            self._builder.cancel()
+
+    # ------------------------------------------------------------------ for the facade
+
+    @property
+    def busy(self) -> bool:
+        """True while every scheduler pass should call ``tick``: something is held or goes on in slices."""
+        return self._built is not None or self.record.phase in _HELD
+
+    @property
+    def slicing(self) -> bool:
+        """True while the scheduler should not sleep: the next slice can run now."""
+        return self._built is not None
+
+    @property
+    def draining(self) -> bool:
+        """True while idleness is waited for with admission held."""
+        return self.record.phase is RankPhase.DRAINING
+
+    # ------------------------------------------------------------------ messages
+
+    def _receive(self, call: Call) -> None:
+        match call.body:
+            case Prepare() as body:
+                self._prepare(call, body)
+            case Freeze(round=number, freeze_s=seconds, drain=drain):
+                self._inject(WorldCommand("freeze", call.n, number, checked_s(seconds), drain=drain))
+            case Thaw(round=number, prepared_s=seconds):
+                self._inject(WorldCommand("thaw", call.n, number, checked_s(seconds)))
+            case Commit(in_doubt_s=seconds):
+                self._inject(WorldCommand("commit", call.n, lease_s=checked_s(seconds)))
+            case Finalize():
+                self._inject(WorldCommand("finalize", call.n))
+            case Undo(reason=reason):
+                self._inject(WorldCommand("undo", call.n, reason=reason))
+            case _:
+                raise Internal(f"{call.phase} is no step of the transaction")
+
+    def _prepare(self, call: Call, body: Prepare) -> None:
+        self._lease_s[Do.ARM_PREPARED] = checked_s(body.prepared_s)
+        if call.n > self.record.n and self.record.phase is RankPhase.NONE:
+            if self.view.quarantine:
+                raise Quarantined(self.view.quarantine, details={"reason": "restart_required"})
+            if self._builder.busy is not None:
+                raise busy_error(self._builder.busy)
+            self._target = body.target
+            self._stall_us.clear()
+            owed = self._facts.publish_error
+            self._facts = Facts()
+            self._facts.publish_error = owed
+        self._feed(On.PREPARE, call.n, hot=body.hot)
+
+    def _inject(self, command: WorldCommand) -> None:
+        """Only the leader acts on its message; the others wait for the broadcast (rule 11)."""
+        if not self._world.leader or command.n < self.record.n:
+            return
+        if command.kind == "commit":
+            command = msgspec.structs.replace(command, lease_alive=self._lease.alive)
+        self._world.inject(command)
+
+    def _execute(self, command: WorldCommand) -> None:
+        n = command.n
+        match command.kind:
+            case "freeze":
+                self._lease_s[Do.ARM_FREEZE] = command.lease_s
+                self._drain = command.drain
+                self._feed(On.FREEZE, n, round=command.round)
+                if self.record.n == n and self.record.phase is RankPhase.DRAINING:
+                    self._test_idle()
+            case "thaw":
+                self._lease_s[Do.ARM_PREPARED] = command.lease_s
+                self._feed(On.THAW, n, round=command.round)
+            case "commit":
+                self._commit(command)
+            case "finalize":
+                self._feed(On.FINALIZE, n)
+                self._pay_publication()
+            case "undo":
+                if command.reason and n == self.record.n and self.record.phase is not RankPhase.NONE:
+                    log.info("operation %d is undone: %s", n, command.reason)
+                self._feed(On.UNDO, n)
+            case "lease_end":
+                self._end_by_lease(n)
+            case _:
+                log.error("unknown world command %r", command.kind)
+
+    def _commit(self, command: WorldCommand) -> None:
+        refusal = None if self.record.hot else self._idle.refusal()
+        self._facts.commit_error = refusal
+        self._lease_s[Do.ARM_IN_DOUBT] = command.lease_s
+        before = self.record.phase
+        self._feed(On.COMMIT, command.n, idle=refusal is None, lease_alive=command.lease_alive)
+        if self._world.ranks == 1:
+            return
+        mine = self.record.n == command.n and self.record.phase is RankPhase.SWITCHED
+        try:
+            agreed = self._world.agree(mine)
+        except Exception:
+            log.exception("operation %d: the world's agreement failed", command.n)
+            agreed = False
+        if mine and not agreed and before is not RankPhase.SWITCHED:
+            self._feed(On.UNDO, command.n)  # rule 11: one no and all swap back in this step
+
+    # ------------------------------------------------------------------ what goes on by itself
+
+    def _continue_build(self) -> None:
+        built = self._built
+        if built is None:
+            return
+        if built.n == self.record.n and self.record.phase is RankPhase.PREPARING:
+            try:
+                if not self._backfilled():
+                    return
+            except Exception as error:
+                log.exception("operation %d: back-filling page hashes failed", built.n)
+                self._facts.build_error[built.n] = PrepareFailed(
+                    f"back-filling page hashes failed: {error}", details={"reason": "backfill"}
+                )
+                self._feed(On.BUILD_FAILED, built.n)
+        # Fed in every case: for an operation that is over, the table answers CLOSE_BUILT (rule 9).
+        self._feed(On.BUILT, built.n)
+        self._built = None
+        if self.record.n == built.n and self.record.phase is RankPhase.PREPARED:
+            self._new = [built.result]
+
+    def _backfilled(self) -> bool:
+        return self._target.backend is None or self._adapter.backfill_slice(BACKFILL_SLICE_S)
+
+    def _test_idle(self) -> None:
+        refusal = self._idle.refusal()
+        self._facts.refusal = refusal
+        if refusal is None:
+            try:
+                if not self._backfilled():
+                    return  # pages came in since PREPARED: go on at the next pass
+            except Exception as error:
+                self._facts.refusal = refusal = Internal(f"back-filling page hashes failed: {error}")
+        if refusal is None:
+            self._feed(On.IDLE, self.record.n)
+        elif not self._drain or refusal.code != "not_idle":
+            self._feed(On.BUSY, self.record.n)
+
+    def _lease_end(self) -> None:
+        n = self.record.n
+        if self._world.leader and self.record.phase in _HELD:
+            self._lease.disarm()  # said once; the broadcast brings it back to all ranks of the world
+            self._world.inject(WorldCommand("lease_end", n))
+        else:
+            self._end_by_lease(n)
+
+    def _end_by_lease(self, n: int) -> None:
+        if n != self.record.n or self.record.phase in (RankPhase.NONE, RankPhase.QUARANTINED):
+            return
+        phase = self.record.phase
+        try:
+            self._faults.hit("lease_end", "before_apply")
+        except Exception as error:
+            log.warning("lease end: %s", error)
+        log.warning("operation %d: the lease ended in phase %s; back to the old state", n, phase)
+        self._feed(On.LEASE_END, n)
+        self._builder.cancel()
+        self._out.notice("lease_end", f"operation {n} in phase {phase}")
+
+    # ------------------------------------------------------------------ the table and its actions
+
+    def _feed(
+        self, on: On, n: int, *, round: int = 0, hot: bool = False, idle: bool = False, lease_alive: bool = True
+    ) -> None:
+        event = RankEvent(on=on, n=n, round=round, hot=hot, idle=idle, lease_alive=lease_alive)
+        self.record, actions = rank_step(self.record, event)
+        for action in actions:
+            if not self._apply(action):
+                break
+        if on is On.UNDO and self.record.n == n and self.record.phase is RankPhase.NONE:
+            self._builder.cancel()
+
+    def _apply(self, action: Do) -> bool:
+        """Apply one action; False when the table was fed a failure and the rest no longer holds."""
+        match action:
+            case Do.BUILD:
+                return self._build()
+            case Do.CLOSE_BUILT:
+                if self._built is not None:
+                    self._closer.close(self._built.result)
+            case Do.ARM_PREPARED:
+                self._lease.arm(self._lease_s[action])
+            case Do.ARM_FREEZE | Do.ARM_IN_DOUBT:
+                self._arm_held(self._lease_s[action])
+            case Do.DISARM:
+                self._lease.disarm()
+            case Do.HOLD:
+                self._gate.hold(operation_hold(self.record.n), self._lease_s[Do.ARM_FREEZE])
+            case Do.OPEN:
+                self._gate.release(operation_hold(self.record.n))
+            case Do.SWAP:
+                return self._swap()
+            case Do.SWAP_BACK:
+                self._swap_back()
+            case Do.DROP_NEW:
+                self._let_go(self._new)
+            case Do.RETIRE_OLD:
+                self._facts.retiring = self._let_go(self._old)
+            case Do.PUBLISH:
+                self._publish, self._new = self._new, []
+            case Do.BYPASS:
+                self._bypass()
+        return True
+
+    def _build(self) -> bool:
+        try:
+            self._builder.start(self.record.n, self._target)
+        except HicacheError as error:
+            self._facts.build_error[self.record.n] = error
+            self._feed(On.BUILD_FAILED, self.record.n)
+            return False
+        return True
+
+    def _arm_held(self, seconds: float) -> None:
+        name = operation_hold(self.record.n)
+        if self._world.leader:
+            self._lease.arm(seconds)
+        else:
+            self._lease.disarm()  # only the leader's clock counts (rule 11)
+        if name in self._gate.holds():
+            self._gate.hold(name, seconds)
+
+    def _swap(self) -> bool:
+        try:
+            self._old = [self._adapter.swap(self._new[0])]
+        except Exception as error:
+            log.exception("operation %d: the swap failed", self.record.n)
+            self._facts.commit_error = Internal(
+                f"the swap failed: {type(error).__name__}: {error}", details={"reason": "swap_failed"}
+            )
+            self._feed(On.SWAP_FAILED, self.record.n)
+            return False
+        return True
+
+    def _swap_back(self) -> None:
+        try:
+            self._new = [self._adapter.swap_back(self._old[0])]
+            self._old = []
+        except Exception as error:
+            log.exception("operation %d: swapping back failed; the rank is quarantined", self.record.n)
+            self._undo_error = f"undo_failed: operation {self.record.n}: {type(error).__name__}: {error}"
+            self._feed(On.UNDO_FAILED, self.record.n)
+
+    def _let_go(self, parked: list[object]) -> int | None:
+        """Close a set off-thread, once. In quarantine nobody knows which set is in use: close neither (F28)."""
+        if not parked or self.record.phase is RankPhase.QUARANTINED:
+            return None
+        return self._closer.close(parked.pop())
+
+    def _pay_publication(self) -> None:
+        """Publish after everything else of FINALIZE was done (F14, F117); a repeat of FINALIZE tries again."""
+        if not self._publish:
+            return
+        try:
+            self._adapter.publish(self._publish[0], self.record.revision)
+        except Exception as error:
+            log.exception("operation %d: publishing failed", self.record.n)
+            self._facts.publish_error = f"{type(error).__name__}: {error}"
+        else:
+            self._facts.publish_error = ""
+            self._publish = []
+
+    def _bypass(self) -> None:
+        try:
+            self._adapter.set_bypass(True)
+        except Exception:
+            log.exception("bypass could not be set")
+
+    # ------------------------------------------------------------------ steps and answers
+
+    @contextmanager
+    def _step(self, kind: str) -> Iterator[None]:
+        if self._depth:  # an injected command of a world of one runs inside its message's step
+            yield
+            return
+        self._depth = 1
+        started = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._depth = 0
+            stall = (time.perf_counter_ns() - started) // 1000
+            self._stall_us[kind] = max(stall, self._stall_us.get(kind, 0))
+            self._settle()
+            self._show()
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        if call not in self._waiting:
+            return
+        self._waiting.remove(call)
+        if not isinstance(error, HicacheError):
+            log.error("operation %d: %s: %s: %s", call.n, call.phase, type(error).__name__, error)
+            error = Internal(f"{type(error).__name__}: {error}", details={"reason": "step_failed"})
+        self._out.answer(call, ok=False, error=error, stall_us=self._stall_us.get(call.phase))
+
+    def _settle(self) -> None:
+        still = []
+        for call in self._waiting:
+            said = verdict(call, self.record, self._facts, self._undo_error)
+            if said is None:
+                still.append(call)
+            else:
+                error = said if isinstance(said, HicacheError) else None
+                self._out.answer(call, ok=error is None, error=error, stall_us=self._stall_us.get(call.phase))
+        self._waiting = still
+
+    def _show(self) -> None:
+        stuck = sorted({name for names in self._stuck.values() for name in names})
+        quarantine = self._undo_error or (f"threads_stuck: {', '.join(stuck)}" if stuck else "")
+        notes = {"publish": self._facts.publish_error} if self._facts.publish_error else {}
+        view = View(self.record, self._lease.deadline, quarantine, notes)
+        if view != self.view:
+            self.view = view
+            self._out.changed()
