@@ -11,7 +11,7 @@ by the inbox and never frees a page itself.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 FREE = 0
@@ -154,6 +154,16 @@ class PageLedger:
         broken = [name for name, holds in facts.items() if not holds]
         if broken:
             raise LedgerError("; ".join(broken))
+
+    def check_tree(self, pages: Iterable[int]) -> None:
+        """Compare with the pages that the tree really holds.
+
+        Raises:
+            LedgerError: one is missing, doubled or not the tree's.
+        """
+        held = sorted(pages)
+        if held != [page for page, owner in enumerate(self._owner) if owner == TREE]:
+            raise LedgerError("the tree does not hold the pages that are its own")
 
     def _owned(self, operation: int) -> set[int]:
         try:

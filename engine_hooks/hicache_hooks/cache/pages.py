@@ -2,7 +2,8 @@
 
 A page buffer is ``payload | padding | trailer``, its length a multiple of 4 KiB (one O_DIRECT write). The trailer
 is the last 64 bytes: magic, format version, payload length, namespace fingerprint, hash of the key, checksum. The
-checksum (xxh3_64, 14 GB/s here, and xxhash lets other threads run meanwhile) covers payload and trailer, not the padding.
+checksum (xxh3_64, 14 GB/s here, and xxhash lets other threads run meanwhile) covers payload and trailer, not the
+padding.
 
 A wrong field names what happened: another configuration's page (fingerprint), a mixed-up page (key), a torn or
 rotten one (checksum).

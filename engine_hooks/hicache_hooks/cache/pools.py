@@ -8,7 +8,7 @@ through a few staging buffers, which are what a store gets to see and register.
 
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -75,7 +75,7 @@ class HostPool:
             staged = min(STAGING_PAGES, num_pages)
             self._buffers = _aligned(staged * self.page_bytes, pinned)
             self._staging = Staging(_payloads(self._buffers, g, staged, self.page_bytes), staged)
-        self._memory = cast("memoryview", memoryview(self._buffers.numpy()))
+        self._memory = memoryview(cast("Any", self._buffers.numpy()))
 
     def memory(self) -> memoryview:
         """Every byte that a store may be handed; what ``Backend.register`` gets."""
@@ -182,5 +182,5 @@ def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
 def _payloads(buffers: torch.Tensor, geometry: KvGeometry, pages: int, stride: int) -> torch.Tensor:
     """The payloads of page buffers as one tensor ``(page, kv, layer, token, head, dim)``. A view."""
     flat = buffers.view(pages, stride)[:, : geometry.payload_bytes].view(geometry.dtype)
-    stored = flat.unflatten(1, geometry.stored_shape)
+    stored = flat.view(pages, *geometry.stored_shape)
     return stored.permute(0, *(axis + 1 for axis in geometry.to_canonical))

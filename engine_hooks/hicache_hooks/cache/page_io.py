@@ -1,0 +1,87 @@
+"""Host pages <-> a store: seals before a put, checks after a get, one batch at a time. Runs on worker threads.
+
+A page that fails its check is a miss and is set aside, so that it is not read again (F80, F81).
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hicache_hooks.backends.base import Got
+from hicache_hooks.cache.pages import PageFormat
+from hicache_hooks.cache.pools import HostPool
+
+STAGING_WAIT_S = 30.0  # layer_first: other batches hold the staging buffers at most for their backend call
+
+
+class Store(Protocol):
+    """What a set needs of the guard in front of a backend: results per key, never an exception.
+
+    A store whose ``batch_*`` methods take the keyword ``prefix_keys`` gets the keys that precede the batch in its
+    chain when ``hicache_storage_pass_prefix_keys`` is on.
+    """
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]: ...
+    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]: ...
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]: ...
+    def set_aside(self, key: str, reason: str) -> None: ...
+    def set_bypass(self, enabled: bool) -> bool: ...
+    def close(self) -> None: ...
+
+
+class PageIo:
+    """One store, one host pool, one page format."""
+
+    def __init__(self, store: Store, host: HostPool, pages: PageFormat) -> None:
+        """
+        Raises:
+            ValueError: pool and format disagree about the length of a page buffer.
+        """
+        if host.page_bytes != pages.page_bytes:
+            raise ValueError(f"page buffers of {host.page_bytes} and {pages.page_bytes} bytes")
+        self._store = store
+        self._host = host
+        self._pages = pages
+        self._takes_prefix = {
+            name: "prefix_keys" in inspect.signature(getattr(store, name)).parameters
+            for name in ("batch_put", "batch_get", "batch_exists")
+        }
+
+    def _extra(self, method: str, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
+        return {"prefix_keys": prefix_keys} if prefix_keys is not None and self._takes_prefix[method] else {}
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] | None = None) -> int:
+        """How many of the first ``keys`` are stored without a gap."""
+        found = self._store.batch_exists(keys, **self._extra("batch_exists", prefix_keys))
+        return next((i for i, there in enumerate(found) if not there), len(found))
+
+    def read(self, keys: Sequence[str], pages: Sequence[int], prefix_keys: Sequence[str] | None = None) -> list[bool]:
+        """Fill host pages; True per page that holds its key's sealed content now."""
+        buffers = self._host.buffers(pages, STAGING_WAIT_S)
+        try:
+            results = self._store.batch_get(keys, buffers.views, **self._extra("batch_get", prefix_keys))
+            good = [
+                got == Got.HIT and self._sound(key, view)
+                for key, view, got in zip(keys, buffers.views, results, strict=True)
+            ]
+            buffers.push(good)
+        finally:
+            buffers.release()
+        return good
+
+    def _sound(self, key: str, view: memoryview) -> bool:
+        reason = self._pages.check(view, key)
+        if reason is not None:
+            self._store.set_aside(key, reason)
+        return reason is None
+
+    def write(self, keys: Sequence[str], pages: Sequence[int], prefix_keys: Sequence[str] | None = None) -> list[bool]:
+        """Store host pages; True per key that is stored now."""
+        buffers = self._host.buffers(pages, STAGING_WAIT_S)
+        try:
+            buffers.pull()
+            for key, view in zip(keys, buffers.views, strict=True):
+                self._pages.seal(view, key)
+            return self._store.batch_put(keys, buffers.views, **self._extra("batch_put", prefix_keys))
+        finally:
+            buffers.release()
