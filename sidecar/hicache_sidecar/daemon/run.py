@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +55,8 @@ class Daemon:
         inherited: Inherited,
         notifier: Notifier,
         reread: Callable[[], Settings],
-        recover: bool,
+        *,
+        recover: bool = False,
     ) -> None:
         self._settings, self._inherited, self._notifier, self._reread = settings, inherited, notifier, reread
         self._recover = recover
@@ -107,6 +108,7 @@ class Daemon:
                     render_metrics=metrics.render,
                 )
             )
+            metrics.follow(coordinator)
             self._open_hooks_socket()
             service = Audited(coordinator, self._counters)
             server = ControlServer(service, lambda: self._live.access, self._counters)
@@ -208,7 +210,7 @@ class Daemon:
             self._notifier.status(status_text(coordinator))
             await trio.sleep(STATUS_S)
 
-    async def _watch_signals(self, signals: "trio.abc.AsyncIterator[int]", scope: trio.CancelScope) -> None:
+    async def _watch_signals(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
                 self._notifier.reloading()

@@ -29,7 +29,7 @@ def start(settings: Settings, reread: Callable[[], Settings], *, recover: bool =
         inherited = take(os.environ)
         for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
             os.environ.pop(name, None)  # not for children
-        trio.run(Daemon(settings, inherited, notifier, reread, recover).run)
+        trio.run(Daemon(settings, inherited, notifier, reread, recover=recover).run)
     except BaseException as exc:
         return _failed(exc, notifier)
     finally:

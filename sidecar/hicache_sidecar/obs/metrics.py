@@ -1,8 +1,8 @@
 """Prometheus metrics, named ``hicache_...``: one custom collector that reads what the daemon already knows.
 
 Nothing is registered at attach and nothing is removed at detach: every family is made anew for each scrape from
-snapshots, so it appears exactly once whatever happened before (failures.md F89). The registry is our own, in one process
-(F90); label values are ranks of the topology, names of fixed tables, or bounded (F92). ``prometheus_client`` is
+snapshots, so it appears exactly once whatever happened before (failures.md F89). The registry is our own, in one
+process (F90); label values are ranks of the topology, names of fixed tables, or bounded (F92). ``prometheus_client`` is
 imported at the first scrape: a daemon that nobody scrapes does not pay for it.
 """
 
@@ -146,7 +146,7 @@ class Metrics:
         yield "counter", "hicache_hook_sessions_lost", "Sessions that ended by loss", (), [((), counts.sessions_lost)]
 
     def _ranks(
-        self, sessions: Mapping[int, "Session"], registry: Any, reports: Mapping[Labels, Any]
+        self, sessions: Mapping[int, "Session"], registry: Any, reports: dict[tuple[str], Any]
     ) -> Iterator[tuple[str, str, str, Labels, Samples]]:
         rank = ("rank",)
         each = {(str(number),): session for number, session in sorted(sessions.items())}
