@@ -1,0 +1,316 @@
+"""The attach/detach box: from a target state to a plan (VALIDATE) or a parked storage set (PREPARE).
+
+Runs off the scheduler thread. ``validate`` touches nothing. ``build`` goes construct -> open -> register pools ->
+canary -> storage set -> threads, parked; a failure at any step undoes the former ones in reverse order, and the
+backend is closed exactly once (F14). The scheduler thread then only swaps one reference (design.md, rule 10).
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hicache_hooks.backends import registry
+from hicache_hooks.backends.base import Backend, Manifest, StoreContext
+from hicache_hooks.backends.canary import Scratch, Sealer, run_canary
+from hicache_hooks.backends.options import StoreFacts
+from hicache_hooks.cache.config import ResolvedConfig, Running, compare, knob_warnings, resolve
+from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.guard import Guard, describe_exception
+from hicache_proto.errors import HicacheError, InvalidConfig, LayoutUnsupported, PrepareFailed, UnsupportedByEngine
+from hicache_proto.model import KNOBS, LAYOUTS, EffectiveState, Mode, Plan, TargetState
+
+if TYPE_CHECKING:
+    from hicache_hooks.cache.storage_set import StorageSet
+
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0  # for the threads of a set that never ran
+
+# The controller's factory: makes the set for a guarded backend (None: the detached set). Parked, not started.
+SetFactory = Callable[[Guard | None, Knobs, str], "StorageSet"]
+
+_POLICY_NOTES = {
+    "write_back": "write_back: a page reaches storage when it is evicted from the device, not before",
+    "write_through_selective": (
+        "write_through_selective: a page reaches storage when its prefix was hit again; a first request stores nothing"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """This rank's pools and its place in the topology; constant."""
+
+    layout: str
+    page_size: int  # tokens
+    page_bytes: int  # of a page buffer, trailer included
+    l2_tokens: int
+    namespace: str  # fingerprint
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    hot: bool = False  # the engine can swap under traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A storage set that COMMIT can install, with what it was made of. ``guard`` None: the detached set."""
+
+    set: "StorageSet"
+    running: Running
+    guard: Guard | None = None
+    scratch: Scratch | None = None  # registered memory must outlive the backend
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Stop its threads and close its backend; *closer* thread.
+
+        Returns:
+            Threads that did not stop. Then the backend stays open (F117).
+        """
+        stuck = self.set.stop(timeout_s)
+        if not stuck and not self.set.close():
+            stuck = [report.name for report in self.set.threads() if report.alive]
+        return stuck
+
+
+@dataclass(frozen=True, slots=True)
+class LiveChange:
+    """The target differs in live keys only: COMMIT replaces the knobs of the set that runs. Nothing was built."""
+
+    running: Running
+
+
+class StorageAttachment:
+    """See the module's text. Stateless but for constants: what runs now is passed in."""
+
+    def __init__(
+        self,
+        facts: PoolFacts,
+        make_set: SetFactory,
+        sealer: Sealer,
+        pools: Sequence[memoryview],
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """``pools`` are the host pools' memory, registered with backends that need it."""
+        self.facts = facts
+        self._make_set = make_set
+        self._sealer = sealer
+        self._pools = list(pools)
+        self._env = os.environ if env is None else env
+
+    def validate(self, target: TargetState, current: Running, *, mode: str = "strict", swap: bool = False) -> Plan:
+        """What moving from ``current`` to ``target`` would mean. Touches nothing.
+
+        ``swap`` does not change the plan: whether a replacement is allowed is decided from the plans of all ranks.
+
+        Raises:
+            UnknownBackend, BackendUnavailable, InvalidConfig, Forbidden, LayoutUnsupported, UnsupportedByEngine.
+        """
+        if mode == Mode.HOT and not self.facts.hot:
+            raise UnsupportedByEngine("this engine cannot swap under traffic (mode hot)", details={"reason": "hot"})
+        running = self.resolve(target, current)
+        difference = compare(current, running)
+        warnings: list[str] = []
+        notes: list[str] = []
+        if running.config is not None:
+            if running.config is not current.config:
+                warnings += self._check(running.config)
+            warnings += knob_warnings(running.knobs, self.facts.l2_tokens)
+            note = _POLICY_NOTES.get(running.knobs.write_policy)
+            notes += [note] if note else []  # F61
+        config = running.config
+        return Plan(
+            relation=difference.relation,
+            changed_keys=difference.changed_keys,
+            config_digest=config.digest if config else "",
+            redacted_config=config.redacted if config else None,
+            warnings=warnings,
+            notes=notes,
+        )
+
+    def resolve(self, target: TargetState, current: Running) -> Running:
+        """The effective form of ``target``. Raises as ``config.resolve``."""
+        return resolve(target, current, namespace=self.facts.namespace, env=self._env)
+
+    def _check(self, config: ResolvedConfig) -> list[str]:
+        """Manifest and options against the pools; returns warnings."""
+        facts = self.facts
+        if facts.page_bytes < 1 or facts.page_size < 1:
+            raise InvalidConfig("the engine's page geometry is below one", details={"reason": "bad_geometry"})
+        spec = registry.usable(config.backend)
+        manifest = spec.manifest(config.options, self._env)
+        check_manifest(manifest, facts)
+        store = StoreFacts(
+            layout=facts.layout,
+            page_bytes=facts.page_bytes,
+            l2_pages=facts.l2_tokens // facts.page_size,
+            tp_size=facts.tp_size,
+            pp_size=facts.pp_size,
+        )
+        return config.options.check(store)
+
+    def build(
+        self, target: TargetState, current: Running, cancelled: Callable[[], bool] = lambda: False
+    ) -> Parked | LiveChange:
+        """Make what COMMIT installs. A change of live keys alone builds nothing.
+
+        Raises:
+            HicacheError: what ``validate`` raises, or ``PrepareFailed``; everything opened is closed again.
+                ``details.undo_failed`` names what could not be undone; then the rank is not clean.
+        """
+        running = self.resolve(target, current)
+        config = running.config
+        if compare(current, running).relation in ("same", "live"):
+            return LiveChange(running)
+        undo_failed: list[str] = []
+        try:
+            with ExitStack() as undo:
+                made = self._detached(running, undo, undo_failed) if config is None else None
+                if made is None and config is not None:
+                    made = self._attached(config, running, undo, undo_failed, cancelled)
+                undo.pop_all()
+        except HicacheError as exc:
+            if undo_failed:
+                exc.details["undo_failed"] = undo_failed
+            raise
+        if made is None:
+            raise PrepareFailed("nothing was built", details={"reason": "internal"})
+        return made
+
+    def _detached(self, running: Running, undo: ExitStack, undo_failed: list[str]) -> Parked:
+        made = _step("storage set", lambda: self._make_set(None, running.knobs, "detached"))
+        undo.callback(_drop_set, made, undo_failed)
+        _step("threads", made.start_parked)
+        return Parked(made, running)
+
+    def _attached(
+        self,
+        config: ResolvedConfig,
+        running: Running,
+        undo: ExitStack,
+        undo_failed: list[str],
+        cancelled: Callable[[], bool],
+    ) -> Parked:
+        self._check(config)
+        facts = self.facts
+        context = StoreContext(
+            namespace=facts.namespace,
+            page_bytes=facts.page_bytes,
+            layout=facts.layout,
+            tp_rank=facts.tp_rank,
+            tp_size=facts.tp_size,
+        )
+        spec = registry.usable(config.backend)
+        manifest = spec.manifest(config.options, self._env)
+        scratch = _step("memory for the canary", lambda: Scratch(facts.page_bytes))
+        backend: Backend = _step("constructor", lambda: spec.create(config.options, context, self._env))
+        closing = undo.enter_context(ExitStack())
+        closing.callback(_close_backend, backend, undo_failed)
+        _go_on(cancelled)
+        _step("open", backend.open)
+        _go_on(cancelled)
+        if manifest.needs_registration:
+            for pool in (*self._pools, scratch.memory):
+                _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
+        run_canary(backend, self._sealer, scratch, cancelled)
+        guard = _step("guard", lambda: Guard(backend, name=config.backend))
+        made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
+        closing.pop_all()  # from here on the set owns guard and backend
+        undo.callback(_drop_set, made, undo_failed)
+        _step("threads", made.start_parked)
+        _go_on(cancelled)
+        return Parked(made, running, guard, scratch if manifest.needs_registration else None)
+
+
+def check_manifest(manifest: Manifest, facts: PoolFacts) -> None:
+    """The backend against layout and topology (F47, F76).
+
+    Raises:
+        LayoutUnsupported: ``details`` = ``{layout, allowed}``.
+        UnsupportedByEngine: reason ``parallel_layout``.
+        InvalidConfig: the page length does not suit; reason ``bad_geometry``.
+    """
+    if facts.layout not in manifest.layouts or facts.layout not in LAYOUTS:
+        allowed = list(manifest.layouts)
+        raise LayoutUnsupported(
+            f"backend {manifest.name!r} cannot use the host layout {facts.layout!r}; it can use {', '.join(allowed)}",
+            details={"layout": facts.layout, "allowed": allowed},
+        )
+    wanted = [axis for axis, size in (("tp", facts.tp_size), ("pp", facts.pp_size)) if size > 1]
+    refused = [axis for axis in wanted if axis not in manifest.parallel_axes]
+    if refused:
+        raise UnsupportedByEngine(
+            f"backend {manifest.name!r} does not support {' and '.join(refused)} parallel engines",
+            details={"reason": "parallel_layout", "axes": refused, "allowed": list(manifest.parallel_axes)},
+        )
+    if manifest.alignment < 1 or facts.page_bytes % manifest.alignment:
+        raise InvalidConfig(
+            f"page buffers of {facts.page_bytes} bytes are no multiple of {manifest.alignment}",
+            details={"reason": "bad_geometry"},
+        )
+
+
+def effective_state(running: Running, guard: Guard | None, *, bypass: bool, revision: int = 0) -> EffectiveState:
+    """``Running`` as the rank reports it."""
+    config, knobs = running.config, running.knobs
+    inner = ""
+    if config is not None:
+        inner = registry.entry(config.backend).load().inner(config.options)
+    return EffectiveState(
+        backend=config.backend if config else None,
+        extra_config=config.redacted if config else None,
+        config_digest=config.digest if config else "",
+        knobs={key: getattr(knobs, key) for key in KNOBS},
+        prefetch_policy=knobs.prefetch_policy,
+        write_policy=knobs.write_policy,
+        revision=revision,
+        bypass=bypass,
+        namespace=config.namespace if config else "",
+        inner=inner,
+    )
+
+
+def _step(name: str, action: Callable[[], Any]) -> Any:
+    """Run one step; what it raises becomes ``PrepareFailed`` with the step's name, without its text (F94)."""
+    failed: BaseException
+    try:
+        return action()
+    except HicacheError:
+        raise
+    except BaseException as exc:  # a constructor may raise SystemExit; it never leaves the hook (F49)
+        failed = exc
+    log.warning("attach: %s failed: %s", name, describe_exception(failed))
+    raise PrepareFailed(
+        f"{name} failed: {describe_exception(failed)}", details={"reason": "build_failed", "step": name}
+    )
+
+
+def _go_on(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        _refuse("cancelled")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise PrepareFailed("the operation was cancelled while the backend was built", details={"reason": reason})
+
+
+def _close_backend(backend: Backend, undo_failed: list[str]) -> None:
+    try:
+        backend.close()
+    except BaseException as exc:  # the other undo steps must run (F28)
+        undo_failed.append(f"close: {describe_exception(exc)}")
+
+
+def _drop_set(made: "StorageSet", undo_failed: list[str]) -> None:
+    try:
+        stuck = made.stop(STOP_S)
+        if stuck:
+            undo_failed.extend(f"thread {name}" for name in stuck)  # F117: its backend stays open
+        else:
+            made.close()
+    except BaseException as exc:
+        undo_failed.append(f"storage set: {describe_exception(exc)}")
