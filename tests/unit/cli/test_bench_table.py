@@ -14,7 +14,8 @@ def row(**fields: Any) -> dict[str, Any]:
     ("fields", "met"),
     [
         ({}, None), ({"target": 10}, True), ({"target": 9.9}, False), ({"target": "<= 10"}, True),
-        ({"target": "< 10 ms"}, False), ({"target": ">= 10"}, True), ({"target": "> 10"}, False), ({"target": "≥ 11"}, False),
+        ({"target": "< 10 ms"}, False), ({"target": ">= 10"}, True), ({"target": "> 10"}, False),
+        ({"target": "≥ 11"}, False),
         ({"target": "<= 2.0x", "comparison": 5.0}, True), ({"target": "<= 1.9x", "comparison": 5.0}, False),
         ({"target": ">= 1.5 x", "comparison": 8.0}, False), ({"target": ">= 1.1×", "comparison": 8.0}, True),
     ],
