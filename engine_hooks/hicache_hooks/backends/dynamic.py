@@ -2,8 +2,8 @@
 
 ``HICACHE_DYNAMIC_BACKENDS`` = ``module:Class`` list with commas, in the engine's environment. A module that is not on
 it is never imported. Contract, version 1: ``Class(options: dict, context: StoreContext)`` does no I/O, and has the
-methods of ``base.Backend``. Both are checked by inspection before the constructor runs (F15). A class without a ``manifest``
-gets the most restrictive one (F76).
+methods of ``base.Backend``. Both are checked by inspection before the constructor runs (F15). A class without a
+``manifest`` gets the most restrictive one (F76).
 """
 
 import importlib
