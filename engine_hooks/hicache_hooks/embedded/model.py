@@ -123,7 +123,8 @@ class Model:
         for layer in range(s.layers):
             for b in range(count):
                 torch.mm(_norm(x[b]), self._qkv[layer], out=qkv[b])
-            q, k, v = qkv.view(count * ROWS, -1).split([q_width, kv_width, kv_width], -1)
+            rows = qkv.view(count * ROWS, -1)
+            q, k, v = rows[:, :q_width], rows[:, q_width:-kv_width], rows[:, -kv_width:]
             q = _rotate(q.view(-1, s.heads, s.head_dim), cos, sin) * (SHARPNESS / math.sqrt(s.head_dim))
             k = _rotate(k.view(-1, s.kv_heads, s.head_dim), cos, sin)
             pool.k(layer).index_copy_(0, slot_index, k[row_index])
@@ -139,8 +140,7 @@ class Model:
             for b in range(count):
                 x[b] += torch.mm(mixed[b], self._out[layer])
                 torch.mm(_norm(x[b]), self._up[layer], out=up[b])
-            gate, value = up.split(s.mlp, -1)
-            act = torch.nn.functional.silu(gate) * value
+            act = torch.nn.functional.silu(up[..., : s.mlp]) * up[..., s.mlp :]
             for b in range(count):
                 x[b] += torch.mm(act[b], self._down[layer])
         return self._choose(spans, pieces, x)
