@@ -90,7 +90,7 @@ class FileStore:
         self._page_bytes = context.page_bytes
         self._paths = StorePaths(root, context.namespace)
         self._temp = TempArea(self._paths.tmp)
-        self._quota = Quota(self._paths, max_size, options.eviction_ratio)
+        self._quota = Quota(self._paths, self._temp, max_size, options.eviction_ratio)
         self._space = FreeSpace(root, floor)
         self._open = False
         self._upkeep = threading.Lock()
@@ -103,7 +103,7 @@ class FileStore:
         """
         self._paths.make()
         self._quota.open()
-        self._temp.open()
+        self._quota.forget(self._temp.open())
         self._open = True
 
     def register(self, pool: memoryview) -> None:
@@ -147,7 +147,13 @@ class FileStore:
         except FileNotFoundError:
             self._recover()
             room = self._space.room(len(todo), self._page_bytes)
-        granted = self._quota.reserve(room, self._page_bytes) if room else 0
+        try:
+            granted = self._quota.reserve(room, self._page_bytes) if room else 0
+        except OSError as exc:
+            if exc.errno not in FULL:
+                raise
+            granted = 0
+            self._space.refused()
         used = 0
         failed: OSError | None = None
         try:
@@ -162,7 +168,7 @@ class FileStore:
                 else:
                     done[key] = True
         finally:
-            self._quota.ledger.add(used - granted * self._page_bytes)
+            self._quota.settle(granted * self._page_bytes, used)
         if used:
             self._space.written()
         elif failed is not None and not done:
@@ -258,7 +264,7 @@ class FileStore:
                 os.unlink(self._paths.page(key))
                 gone += 1
                 freed += size
-        self._quota.ledger.add(-freed)
+        self._quota.removed(freed)
         return gone
 
     def set_aside(self, key: str, reason: str) -> None:
@@ -273,7 +279,7 @@ class FileStore:
             for _, old in kept[:-BAD_KEPT]:
                 size = os.stat(old, follow_symlinks=False).st_size
                 os.unlink(old)
-                self._quota.ledger.add(-size)
+                self._quota.removed(size)
 
     def clear(self) -> int:
         """Delete every page of this namespace, nothing else (F68).
@@ -294,7 +300,7 @@ class FileStore:
             else:
                 gone += 1
                 freed += size
-        self._quota.ledger.add(-freed)
+        self._quota.removed(freed)
         if stuck:
             raise OSError(f"{stuck} pages could not be deleted, {gone} were")
         return gone
@@ -307,11 +313,13 @@ class FileStore:
         """
         self._usable()
         free, floor = self._space.measure()
+        usage = self._quota.ledger.usage()
         return {
             "path": self._paths.root,
             "free_bytes": free,
             "min_free_space": floor,
-            "used_bytes": self._quota.ledger.total(),
+            "used_bytes": usage.stored if usage else None,
+            "reserved_bytes": usage.reserved if usage else None,
             "max_size": self._quota.max_size,
             "evicted_pages": self._quota.evicted,
             "unremovable_pages": self._quota.unremovable,

@@ -99,14 +99,23 @@ class TempArea:
         self._path = ""
         self._serial = itertools.count()
 
-    def open(self) -> None:
+    def open(self) -> int:
         """Make an area of our own and remove those whose owner died.
+
+        Returns:
+            Bytes that the dead had reserved (quota.py, rule 3).
 
         Raises:
             OSError: the directory is not writable.
         """
-        self._sweep()
+        reserved = self._sweep()
         self._make()
+        return reserved
+
+    def note(self, reserved: int) -> None:
+        """Keep on disk how much this store has reserved."""
+        if self._lock >= 0:
+            os.pwrite(self._lock, reserved.to_bytes(8, "little", signed=True), 0)
 
     def _make(self) -> None:
         for _ in range(8):  # a sweeper of another process may take a new area for a dead one
@@ -121,6 +130,7 @@ class TempArea:
                     raise
                 continue
             self._path, self._lock = path, lock
+            self.note(0)  # takes its block now: a full disk must not keep a reservation from being noted
             return
         raise OSError("no temporary area could be kept")
 
@@ -148,23 +158,27 @@ class TempArea:
             _remove(self._path)
             os.close(lock)
 
-    def _sweep(self) -> None:
+    def _sweep(self) -> int:
+        reserved = 0
         for entry in _entries(self._tmp):
             if entry.is_dir(follow_symlinks=False):
                 with suppress(OSError):
-                    self._sweep_one(entry.path)
+                    reserved += self._sweep_one(entry.path)
+        return reserved
 
     @staticmethod
-    def _sweep_one(path: str) -> None:
+    def _sweep_one(path: str) -> int:
         try:
             lock = os.open(f"{path}/.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             if time.time() - os.stat(path).st_mtime > _FRESH_S:
                 _remove(path)
-            return
+            return 0
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            reserved = int.from_bytes(os.pread(lock, 8, 0), "little", signed=True)
             _remove(path)
+            return max(0, reserved)
         finally:
             os.close(lock)
 

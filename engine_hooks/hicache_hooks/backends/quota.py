@@ -1,14 +1,17 @@
-"""Byte quota of a directory that several processes share: one counter in a file, and least-recently-used eviction.
+"""Byte quota of a directory that several processes share: one counter file, and least-recently-used eviction.
 
 Rules:
 
-1. Space is reserved in the counter before it is written and given back if it was not used, so the directory never
-   grows over ``max_size``. The counter is read and changed under ``flock``, once per batch (about 10 us).
-2. A crash between the two leaves the counter too high, never too low; the next eviction's scan puts it right.
-3. Recency is the files' modification time, which every read moves: shared by all processes and kept over restarts.
-4. One evictor at a time, over all namespaces: pages of a configuration that nobody runs any more are the oldest, so
+1. Space is *reserved* in the counter before it is written and becomes *stored* after, so the directory never grows
+   over ``max_size``. The counter is read and changed under ``flock``, twice per batch (about 10 us each).
+2. A scan replaces *stored* by what it found plus what was *added* while it ran: it may count a page twice, never leave
+   one out. So the counter errs upwards only (crashes too), and the next eviction's scan puts it right.
+3. Each open store also notes its reservation in its own temporary area; who removes the area of a dead one gives that
+   back.
+4. Recency is the files' modification time, which every read moves: shared by all processes and kept over restarts.
+5. One evictor at a time, over all namespaces: pages of a configuration that nobody runs any more are the oldest, so
    they go first. It starts before the limit is reached, so that the other writers need not stand still meanwhile.
-5. A file that cannot be removed is skipped and counted (F62).
+6. A file that cannot be removed is skipped and counted (F62).
 """
 
 import fcntl
@@ -20,8 +23,9 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-from hicache_hooks.backends.file_paths import FILE_MODE, StorePaths, stored_files
+from hicache_hooks.backends.file_paths import FILE_MODE, StorePaths, TempArea, stored_files
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +33,20 @@ LOCK_WAIT_S = 1.0  # a holder keeps it for microseconds; only one that was stopp
 EVICT_WAIT_S = 2.0
 EVICT_PAUSE_S = 5.0  # after an eviction that could free nothing: no scan per batch
 _MAGIC = b"HiCuse1\n"
-_RECORD = struct.Struct("<8sqI")
+_RECORD = struct.Struct("<8sqqqI")
+
+
+class Usage(NamedTuple):
+    """The counter: bytes in files, bytes reserved by writers, and bytes ever added (rule 2)."""
+
+    stored: int = 0
+    reserved: int = 0
+    added: int = 0
+
+    @property
+    def total(self) -> int:
+        """What counts against the quota."""
+        return self.stored + self.reserved
 
 
 class LedgerBusy(OSError):
@@ -92,28 +109,21 @@ class Ledger:
             else:
                 return
 
-    def read(self) -> int | None:
+    def read(self) -> Usage | None:
         """The counter, to be called with the lock held; None when the file says nothing valid."""
         raw = os.pread(self._fd, _RECORD.size, 0)
         if len(raw) != _RECORD.size:
             return None
-        magic, total, check = _RECORD.unpack(raw)
-        return total if magic == _MAGIC and check == zlib.crc32(raw[:16]) and total >= 0 else None
+        magic, stored, reserved, added, check = _RECORD.unpack(raw)
+        valid = magic == _MAGIC and check == zlib.crc32(raw[:-4]) and stored >= 0 and reserved >= 0
+        return Usage(stored, reserved, added) if valid else None
 
-    def write(self, total: int) -> None:
+    def write(self, usage: Usage) -> None:
         """Set the counter, with the lock held."""
-        head = _MAGIC + max(total, 0).to_bytes(8, "little", signed=True)
+        head = _RECORD.pack(_MAGIC, max(usage.stored, 0), max(usage.reserved, 0), usage.added, 0)[:-4]
         os.pwrite(self._fd, head + zlib.crc32(head).to_bytes(4, "little"), 0)
 
-    def add(self, delta: int) -> None:
-        """Change the counter. What cannot be recorded is left to the next scan."""
-        if delta:
-            with suppress(OSError), self.locked():
-                total = self.read()
-                if total is not None:
-                    self.write(total + delta)
-
-    def total(self) -> int | None:
+    def usage(self) -> Usage | None:
         """The counter, for status; None when it cannot be read."""
         with suppress(OSError), self.locked():
             return self.read()
@@ -123,11 +133,14 @@ class Ledger:
 class Quota:
     """Keeps a store below ``max_size`` bytes (None: counts only)."""
 
-    def __init__(self, paths: StorePaths, max_size: int | None, eviction_ratio: float) -> None:
+    def __init__(self, paths: StorePaths, area: TempArea, max_size: int | None, eviction_ratio: float) -> None:
         self._paths = paths
+        self._area = area
+        self._reserved = 0  # by this store; changed with the counter's lock held, like the next
+        self._owed = 0  # reservations that could not be given back because the counter was held
         self.max_size = max_size
         self._low = None if max_size is None else int(max_size * (1 - eviction_ratio))
-        # Start to evict a quarter of the way down: the rest of the way is room for the other writers (rule 4).
+        # Start to evict a quarter of the way down: the rest of the way is room for the other writers (rule 5).
         self._soft = None if max_size is None else int(max_size * (1 - eviction_ratio / 4))
         self.ledger = Ledger(paths.usage)
         self._evicting = threading.Lock()
@@ -142,13 +155,23 @@ class Quota:
             OSError: not possible.
         """
         self.ledger.open()
-        with self.ledger.locked():
-            if self.ledger.read() is None:
-                self.ledger.write(sum(size for _, size, _ in self._scan()))
+        self.recount()
 
     def close(self) -> None:
         """Idempotent."""
+        self._change(reserved=-self._reserved)
+        self._reserved = self._owed = 0
         self.ledger.close()
+
+    def recount(self) -> None:
+        """Count the files when the counter says nothing valid.
+
+        Raises:
+            OSError: the counter cannot be had.
+        """
+        with self.ledger.locked():
+            if self.ledger.read() is None:
+                self.ledger.write(Usage(sum(size for _, size, _ in self._scan()), self._reserved))
 
     def reopen(self) -> None:
         """The directory was emptied or removed behind our back: start with a new counter.
@@ -162,29 +185,71 @@ class Quota:
     def reserve(self, pages: int, page_bytes: int) -> int:
         """Reserve room for up to ``pages`` pages; returns how many. Evicts when the store is nearly full.
 
+        ``settle`` must follow.
+
         Raises:
             OSError: the counter cannot be had.
         """
         granted, total = self._take(pages, page_bytes)
+        if total is None and self.max_size is None:
+            self.recount()
+            granted, total = self._take(pages, page_bytes)
         if self._soft is not None and (granted < pages or total is None or total > self._soft):
             wait_s = EVICT_WAIT_S if granted == 0 else 0.0
-            if self._evict(wait_s) and granted < pages:
+            if self._evict(wait_s, (pages - granted) * page_bytes) and granted < pages:
                 more, _ = self._take(pages - granted, page_bytes)
                 granted += more
         return granted
 
     def _take(self, pages: int, page_bytes: int) -> tuple[int, int | None]:
         with self.ledger.locked():
-            total = self.ledger.read()
-            if total is None:
-                return (pages if self.max_size is None else 0), None
+            usage = self.ledger.read()
+            if usage is None:
+                return 0, None
+            owed, self._owed = self._owed, 0
+            total = usage.total - owed
             room = pages if self.max_size is None else min(pages, max(0, self.max_size - total) // page_bytes)
-            if room:
-                self.ledger.write(total + room * page_bytes)
+            if room or owed:
+                self._reserve(usage, room * page_bytes - owed)
             return room, total + room * page_bytes
 
-    def _evict(self, wait_s: float) -> bool:
-        """Remove the least recently used files down to the low mark. False when another thread or process does it."""
+    def _reserve(self, usage: Usage, delta: int) -> None:
+        self._reserved += delta
+        self._area.note(self._reserved)
+        self.ledger.write(usage._replace(reserved=usage.reserved + delta))
+
+    def settle(self, reserved: int, written: int) -> None:
+        """``written`` of ``reserved`` bytes are files now, the rest is given back."""
+        try:
+            with self.ledger.locked():
+                usage = self.ledger.read()
+                if usage is not None:
+                    usage = usage._replace(stored=usage.stored + written, added=usage.added + written)
+                    self._reserve(usage, -reserved)
+        except OSError:
+            # Counted twice at worst (rule 2): what was written stays reserved until a scan has found it.
+            self._owed += reserved - written
+
+    def removed(self, nbytes: int) -> None:
+        """Files of so many bytes are gone."""
+        self._change(stored=-nbytes)
+
+    def forget(self, reserved: int) -> None:
+        """Reservations of a store that died (rule 3)."""
+        self._change(reserved=-reserved)
+
+    def _change(self, stored: int = 0, reserved: int = 0) -> None:
+        if stored or reserved:
+            with suppress(OSError), self.ledger.locked():  # what cannot be recorded is left to the next scan
+                usage = self.ledger.read()
+                if usage is not None:
+                    self.ledger.write(usage._replace(stored=usage.stored + stored, reserved=usage.reserved + reserved))
+
+    def _evict(self, wait_s: float, missing: int) -> bool:
+        """Remove the least recently used files down to the low mark, or so that ``missing`` bytes fit too.
+
+        False when another thread or process is at it.
+        """
         if not (self._evicting.acquire(timeout=wait_s) if wait_s else self._evicting.acquire(blocking=False)):
             return False
         try:
@@ -192,7 +257,7 @@ class Quota:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._needed():
-                    self._evict_locked()
+                    self._evict_locked(missing)
             except BlockingIOError:
                 return False
             finally:
@@ -203,11 +268,15 @@ class Quota:
 
     def _needed(self) -> bool:
         """False when the evictor that we waited for has done it, or when there is nothing that could be removed."""
-        total = self.ledger.total()
-        return time.monotonic() >= self._next_evict and (total is None or total > (self._soft or 0))
+        usage = self.ledger.usage()
+        return time.monotonic() >= self._next_evict and (usage is None or usage.total > (self._soft or 0))
 
-    def _evict_locked(self) -> None:
-        low = self._low or 0
+    def _evict_locked(self, missing: int) -> None:
+        most = self.max_size or 0
+        before = self.ledger.usage()
+        reserved = before.reserved if before else 0
+        # One greedy batch must not empty the store: it may ask for half of it.
+        low = max(0, min(self._low or 0, most - min(missing, most // 2)) - reserved)
         found = self._scan()
         total = sum(size for _, size, _ in found)
         found.sort()
@@ -231,7 +300,11 @@ class Quota:
         if stuck:
             log.warning("file store: %d pages could not be removed by eviction; going on with the others", stuck)
         with self.ledger.locked():
-            self.ledger.write(total)
+            now = self.ledger.read()
+            if now is None or before is None:
+                self.ledger.write(Usage(total, self._reserved))
+            else:
+                self.ledger.write(now._replace(stored=total + now.added - before.added))
 
     def _scan(self) -> list[tuple[int, int, str]]:
         found = []

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rigs.backends import BK, NoBatchGetBK, OtherConstructorBK
 
 from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.dynamic import DynamicOptions, contract_gaps, create, load_class, manifest_of
 from hicache_hooks.backends.file import FileStore
 from hicache_proto.errors import Forbidden, InvalidConfig
-from tests.rigs.backends import BK, NoBatchGetBK, OtherConstructorBK
 
 MODULE = "tests.rigs.backends"
 CONTEXT = StoreContext(namespace="ns", page_bytes=4096, layout="page_first")
@@ -84,8 +84,11 @@ def test_import_failures_are_refusals_without_the_exceptions_text(
     (tmp_path / "odd_backend_module.py").write_text("X = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module, name in (
-        ("broken_backend_module", "X"), ("odd_backend_module", "X"), ("odd_backend_module", "Y"), ("no_such_module_", "Y"),
-    ):  # fmt: skip
+        ("broken_backend_module", "X"),
+        ("odd_backend_module", "X"),
+        ("odd_backend_module", "Y"),
+        ("no_such_module_", "Y"),
+    ):
         with pytest.raises(InvalidConfig) as caught:
             load_class(options(name, module), env(f"{module}:{name}"))
         assert caught.value.details["reason"] == "backend_contract"

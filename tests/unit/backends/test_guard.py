@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.rigs.backends import BK, Fault, Rig
 
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.guard import Guard, describe_exception
 from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import OpUsage
-from tests.rigs.backends import BK, Fault, Rig
 
 KEYS = ["ns.a", "ns.b", "ns.c"]
 
@@ -50,7 +50,9 @@ def test_results_pass_through_and_are_counted(guard: Guard) -> None:
     assert usage["get"].latency.count == 1
 
 
-@pytest.mark.parametrize("error", [OSError, ValueError, NotImplementedError, SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize(
+    "error", [OSError, ValueError, NotImplementedError, SystemExit, KeyboardInterrupt, GeneratorExit]
+)
 def test_no_exception_leaves_the_guard(guard: Guard, rig: Rig, error: type[BaseException]) -> None:
     """F38, F80: SystemExit and its like too; all keys of the call are errors and read as misses."""
     for method in ("batch_put", "batch_get", "batch_exists", "set_aside", "health", "close"):
@@ -187,9 +189,7 @@ def test_prefix_keys_reach_only_backends_that_take_them(rig: Rig) -> None:
 
 def test_counters_add_up_under_threads(guard: Guard) -> None:
     guard.batch_put(KEYS, pages())
-    threads = [
-        threading.Thread(target=lambda: [guard.batch_get(KEYS, pages()) for _ in range(200)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [guard.batch_get(KEYS, pages()) for _ in range(200)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

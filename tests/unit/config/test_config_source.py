@@ -48,9 +48,7 @@ def test_a_file_inside_is_read(tree: tuple[Path, Path, dict[str, str]]) -> None:
     assert read_text(f"{inside}/sub/../ok.json", env) == '{"a": 1}'
 
 
-def test_paths_that_lead_out_are_never_opened(
-    tree: tuple[Path, Path, dict[str, str]], opened: list[str]
-) -> None:
+def test_paths_that_lead_out_are_never_opened(tree: tuple[Path, Path, dict[str, str]], opened: list[str]) -> None:
     """F52: elsewhere, ``..`` out, a link out, a linked directory out, and a sibling with the same prefix."""
     inside, outside, env = tree
     (inside / "link.json").symlink_to(outside / "no.json")

@@ -121,12 +121,15 @@ def test_yaml_plain_words_stay_strings() -> None:
 )
 def test_errors_never_repeat_content(text: str, fmt: str) -> None:
     """F94: whatever is wrong, the error holds position and type only."""
+    error: InvalidConfig | None = None
     try:
         parse(text.replace("%s", SENTINEL), fmt)
     except InvalidConfig as exc:
-        assert SENTINEL not in exc.message + repr(exc.details)
-        assert exc.__context__ is None
-        assert exc.__cause__ is None
+        error = exc
+    if error is not None:  # some of the texts are valid in one of the formats
+        assert SENTINEL not in error.message + repr(error.details)
+        assert error.__context__ is None
+        assert error.__cause__ is None
 
 
 def test_errors_say_where() -> None:
