@@ -66,9 +66,12 @@ class _Counts:
 class Guard:
     """See the module's text. Methods may be called from any thread."""
 
-    def __init__(self, backend: Backend, *, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """``backend`` is open and canaried; the guard owns it from now on."""
+    def __init__(
+        self, backend: Backend, *, name: str = "", inner: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``backend`` is open and canaried; the guard owns it from now on. ``inner``: the vendor's connector (F75)."""
         self.name = name
+        self.inner = inner
         self._backend = backend
         self._clock = clock
         self._takes_prefix = frozenset(

@@ -217,7 +217,8 @@ class StorageAttachment:
             for pool in (*self._pools, scratch.memory):
                 _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
         run_canary(backend, self._sealer, scratch, cancelled)
-        guard = _step("guard", lambda: Guard(backend, name=config.backend))
+        inner = _inner(backend) or spec.inner(config.options)
+        guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner))
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
         undo.callback(_drop_set, made, undo_failed)
@@ -257,9 +258,6 @@ def check_manifest(manifest: Manifest, facts: PoolFacts) -> None:
 def effective_state(running: Running, guard: Guard | None, *, bypass: bool, revision: int = 0) -> EffectiveState:
     """``Running`` as the rank reports it."""
     config, knobs = running.config, running.knobs
-    inner = ""
-    if config is not None:
-        inner = registry.entry(config.backend).load().inner(config.options)
     return EffectiveState(
         backend=config.backend if config else None,
         extra_config=config.redacted if config else None,
@@ -270,8 +268,16 @@ def effective_state(running: Running, guard: Guard | None, *, bypass: bool, revi
         revision=revision,
         bypass=bypass,
         namespace=config.namespace if config else "",
-        inner=inner,
+        inner=guard.inner if guard else "",
     )
+
+
+def _inner(backend: Backend) -> str:
+    """What the backend calls its connector (F75); read once, because status must not wait for a store."""
+    try:
+        return str(backend.health().get("inner") or "")[:64]
+    except BaseException:  # the canary passed: a health call that fails is shown in status, it refuses nothing
+        return ""
 
 
 def _step(name: str, action: Callable[[], Any]) -> Any:

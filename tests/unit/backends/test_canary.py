@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.rigs.backends import BK, Fault, NoBatchGetBK, Rig
 
 from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.canary import Scratch, run_canary
 from hicache_hooks.backends.file import FileOptions, FileStore
 from hicache_hooks.cache.pages import PageFormat
 from hicache_proto.errors import PrepareFailed
-from tests.rigs.backends import BK, Fault, NoBatchGetBK, Rig
 
 FORMAT = PageFormat(8000, "ns")
 CONTEXT = StoreContext(namespace="ns", page_bytes=FORMAT.page_bytes, layout="page_first")
