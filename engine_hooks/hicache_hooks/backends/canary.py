@@ -116,7 +116,7 @@ class _Run:
             (self.second, self.read[2], self.written[1]),
         ):
             wrong = self.sealer.check(page, key)
-            if wrong is not None or page != original:
+            if wrong is not None or bytes(page) != bytes(original):  # views compare item by item: 4 ms per MiB
                 _fail("canary_mismatch", f"a canary page came back with other bytes ({wrong or 'padding'})")
 
     def _call(self, reason: str, call: Callable[[], Sequence[T]], results: int) -> Sequence[T]:

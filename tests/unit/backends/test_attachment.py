@@ -1,203 +1,26 @@
-"""The attach/detach box: what a plan says, and that a build leaves nothing behind when a step fails."""
+"""PREPARE: a build leaves a parked set, or nothing at all when a step fails."""
 
-import json
+import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.rigs.backends import BK, Fault, OtherConstructorBK, Rig
+import torch
+from tests.rigs.backends import BK, Fault, Rig
+from tests.unit.backends.support import ENV, FACTS, FORMAT, NOTHING, FakeSet, box, built, dynamic, file
 
 from hicache_hooks.backends.base import Got
-from hicache_hooks.cache.attachment import LiveChange, Parked, PoolFacts, StorageAttachment, effective_state
+from hicache_hooks.cache.attachment import StorageAttachment, effective_state
 from hicache_hooks.cache.config import Running
 from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.cache.layouts import KvGeometry
 from hicache_hooks.cache.pages import PageFormat
+from hicache_hooks.cache.pools import DevicePool, HostPool
+from hicache_hooks.cache.storage_set import StorageSet
 from hicache_hooks.guard import Guard
-from hicache_proto.errors import (
-    Forbidden,
-    HicacheError,
-    InvalidConfig,
-    LayoutUnsupported,
-    PrepareFailed,
-    UnknownBackend,
-    UnsupportedByEngine,
-)
+from hicache_proto.errors import HicacheError, PrepareFailed
 from hicache_proto.model import LAYOUTS, TargetState
-
-FORMAT = PageFormat(8000, "ns")
-FACTS = PoolFacts(
-    layout="page_first", page_size=16, page_bytes=FORMAT.page_bytes, l2_tokens=1024, namespace="ns", hot=True
-)
-CLASSES = ("BK", "RegisteringBK", "PageFirstBK", "NoManifestBK", "NoBatchGetBK", "OtherConstructorBK")
-ENV = {"HICACHE_DYNAMIC_BACKENDS": ",".join(f"tests.rigs.backends:{name}" for name in CLASSES)}
-NOTHING = Running(None, Knobs())
-
-
-class FakeSet:
-    """A storage set that records its life and fails on demand."""
-
-    made: list["FakeSet"] = []  # noqa: RUF012 - shared on purpose, reset per test
-
-    def __init__(self, guard: Guard | None, knobs: Knobs, name: str) -> None:
-        self.guard, self.knobs, self.name = guard, knobs, name
-        self.log: list[str] = []
-        self.made.append(self)
-
-    start_error: BaseException | None = None
-    stuck: list[str] = []  # noqa: RUF012
-
-    def start_parked(self) -> None:
-        self.log.append("start")
-        if type(self).start_error is not None:
-            raise type(self).start_error
-
-    def stop(self, timeout_s: float) -> list[str]:
-        self.log.append("stop")
-        return list(type(self).stuck)
-
-    def close(self) -> bool:
-        self.log.append("close")
-        if self.guard is not None:
-            self.guard.close()
-        return True
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    BK.reset()
-    FakeSet.made.clear()
-    yield BK.rig()
-    FakeSet.start_error = None
-    FakeSet.stuck = []
-    BK.reset()
-
-
-def box(make_set: Any = FakeSet, pools: Any = (), env: Any = ENV, **facts: Any) -> StorageAttachment:
-    return StorageAttachment(replace(FACTS, **facts), make_set, FORMAT, pools, env=env)
-
-
-def dynamic(class_name: str = "BK", **fields: Any) -> TargetState:
-    config = {"module_path": "tests.rigs.backends", "class_name": class_name, **fields.pop("config", {})}
-    return TargetState(backend="dynamic", extra_config=json.dumps(config), **fields)
-
-
-def file(path: Path | str = "/x", **fields: Any) -> TargetState:
-    config = {"file_storage_path": str(path), **fields.pop("config", {})}
-    return TargetState(backend="file", extra_config=json.dumps(config), **fields)
-
-
-def built(attachment: StorageAttachment, target: TargetState, current: Running = NOTHING) -> Parked:
-    made = attachment.build(target, current)
-    assert isinstance(made, Parked)
-    return made
-
-
-# ------------------------------------------------------------------ validate
-
-
-def test_a_plan_touches_nothing(rig: Rig, tmp_path: Path) -> None:
-    plan = box().validate(file(tmp_path / "new"), NOTHING)
-    assert (plan.relation, plan.changed_keys) == ("attach", ["hicache_storage_backend"])
-    assert plan.redacted_config == file(tmp_path / "new").extra_config
-    assert len(plan.config_digest) == 64
-    assert not (tmp_path / "new").exists()
-    assert box().validate(dynamic(), NOTHING).relation == "attach"
-    assert rig.calls == {}
-    assert box().validate(TargetState(), NOTHING).relation == "same"
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, "odd"])
-def test_layouts_are_checked_against_the_manifest(rig: Rig, layout: str) -> None:
-    """F47: refused with the allowed values, never switched silently."""
-    attachment = box(layout=layout)
-    for target, allowed in ((file(), LAYOUTS), (dynamic("PageFirstBK"), ("page_first", "page_head"))):
-        if layout in allowed:
-            assert attachment.validate(target, NOTHING).relation == "attach"
-            continue
-        with pytest.raises(LayoutUnsupported) as caught:
-            attachment.validate(target, NOTHING)
-        assert caught.value.details == {"layout": layout, "allowed": list(allowed)}
-        assert layout in caught.value.message
-    assert rig.calls == {}
-
-
-def test_parallel_axes_are_checked(rig: Rig) -> None:
-    """F76: no manifest on a pp_size=2 engine -> 422; with pp in the manifest -> fine."""
-    with pytest.raises(UnsupportedByEngine) as caught:
-        box(pp_size=2).validate(dynamic("NoManifestBK"), NOTHING)
-    assert caught.value.details["axes"] == ["pp"]
-    assert box(pp_size=2, tp_size=2).validate(dynamic("BK"), NOTHING).relation == "attach"
-    assert box().validate(dynamic("NoManifestBK"), NOTHING).relation == "attach"
-
-
-def test_geometry_is_checked(rig: Rig) -> None:
-    """F49."""
-    for facts in ({"page_bytes": 0}, {"page_size": 0}):
-        with pytest.raises(InvalidConfig) as caught:
-            box(**facts).validate(file(), NOTHING)
-        assert caught.value.details["reason"] == "bad_geometry"
-
-
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [
-        (TargetState(backend="nope"), UnknownBackend),
-        (TargetState(backend="file", extra_config="{"), InvalidConfig),
-        (file(config={"prefetch_threshold": True}), InvalidConfig),
-        (file(write_policy="write-through"), InvalidConfig),
-        (dynamic("NoBatchGetBK"), InvalidConfig),
-        (dynamic("OtherConstructorBK"), InvalidConfig),
-        (dynamic(config={"class_name": "Rig"}), Forbidden),
-    ],
-)
-def test_refusals_come_before_anything_is_touched(rig: Rig, target: TargetState, error: type[HicacheError]) -> None:
-    """F15, F18, F53, F60."""
-    for action in (lambda: box().validate(target, NOTHING), lambda: box().build(target, NOTHING)):
-        with pytest.raises(error):
-            action()
-    assert rig.calls == {}
-    assert FakeSet.made == []
-    assert OtherConstructorBK.constructed == 0
-
-
-def test_hot_is_refused_where_the_engine_cannot() -> None:
-    """interface.md."""
-    with pytest.raises(UnsupportedByEngine):
-        box(hot=False).validate(file(), NOTHING, mode="hot")
-    assert box().validate(file(), NOTHING, mode="hot").relation == "attach"
-
-
-def test_plans_explain_policies_and_warn(rig: Rig) -> None:
-    """F61: what is stored when; F53: a threshold above the pool."""
-    plan = box().validate(file(write_policy="write_through_selective", knobs={"prefetch_threshold": 5000}), NOTHING)
-    assert "hit again" in plan.notes[0]
-    assert "prefetch_threshold" in plan.warnings[0]
-    plan = box().validate(file(), NOTHING)
-    assert (plan.notes, plan.warnings) == ([], [])
-    plan = box().validate(file(config={"max_size": FORMAT.page_bytes * 8}), NOTHING)
-    assert "fewer than the host pool" in plan.warnings[0]
-
-
-def test_live_keys_build_nothing(rig: Rig) -> None:
-    """design.md, rule 9; F20."""
-    first = built(box(), dynamic(config={"prefetch_threshold": 256}))
-    before = dict(rig.calls)
-    change = box().build(dynamic(config={"prefetch_threshold": 64}), first.running)
-    assert isinstance(change, LiveChange)
-    assert change.running.knobs.prefetch_threshold == 64
-    assert change.running.config is not None
-    assert dict(rig.calls) == before
-    assert len(FakeSet.made) == 1
-    plan = box().validate(dynamic(config={"prefetch_threshold": 64}), first.running)
-    assert (plan.relation, plan.changed_keys) == ("live", ["prefetch_threshold"])
-    state = effective_state(change.running, first.guard, bypass=False, revision=7)
-    assert (state.knobs["prefetch_threshold"], state.revision, state.inner) == (64, 7, "dict")
-
-
-# ------------------------------------------------------------------ build
 
 
 def test_a_built_set_is_parked_open_and_clean(rig: Rig) -> None:
@@ -394,14 +217,6 @@ def test_another_namespace_does_not_read_the_canary_or_pages(rig: Rig, tmp_path:
 
 def test_the_real_set_runs_and_stops(rig: Rig, tmp_path: Path) -> None:
     """The same box over real pools and threads, in every layout; threads and descriptors are as before."""
-    import os
-
-    import torch
-
-    from hicache_hooks.cache.layouts import KvGeometry
-    from hicache_hooks.cache.pools import DevicePool, HostPool
-    from hicache_hooks.cache.storage_set import StorageSet
-
     fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for layout in LAYOUTS:
         geometry = KvGeometry(2, 2, 8, 16, torch.float32, layout)

@@ -1,7 +1,6 @@
 """The canary: each kind of lying store is caught before anything depends on it, and nothing is left in it."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from hicache_proto.errors import PrepareFailed
 
 FORMAT = PageFormat(8000, "ns")
 CONTEXT = StoreContext(namespace="ns", page_bytes=FORMAT.page_bytes, layout="page_first")
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    BK.reset()
-    yield BK.rig()
-    BK.reset()
 
 
 def backend() -> BK:

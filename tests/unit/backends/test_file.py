@@ -230,7 +230,7 @@ store.batch_put(["ns." + "0" * 64], [memoryview(bytearray(8192))])
 
 
 def test_a_killed_writer_leaves_no_page_and_its_temporary_files_go(tmp_path: Path, store: FileStore) -> None:
-    """A crash in the middle of a write leaves a temporary file only; the next open removes it, and none of the living."""
+    """A crash in the middle of a write leaves a temporary file only; the next open removes it, not the living ones."""
     root = tmp_path / "kv"
     done = subprocess.run([sys.executable, "-c", _WRITER, str(root)], timeout=60, check=False)
     assert done.returncode == -9

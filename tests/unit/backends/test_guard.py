@@ -1,7 +1,6 @@
 """The guard: whatever a store does, the engine sees hits and misses, and each is counted once."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ KEYS = ["ns.a", "ns.b", "ns.c"]
 
 def pages(n: int = 3) -> list[memoryview]:
     return [memoryview(bytearray(64)) for _ in range(n)]
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    BK.reset()
-    yield BK.rig()
-    BK.reset()
 
 
 @pytest.fixture
