@@ -3,7 +3,7 @@
 In this process: ``rig = BK.rig("a")``, then ``rig.faults["batch_get"] = Fault(error=OSError)``; the backend is made
 with ``options={"store": "a"}``. In an engine process (allow-listed as ``tests.rigs.backends:BK``): the same faults as
 plain values in ``options["faults"]``, e.g. ``{"open": {"error": "PermissionError"}}``, only on one rank with
-``"tp_rank"``, or while a file exists with ``"while_file"``; ``options["log"]`` names a file that gets one line per
+``"tp_rank"`` or ``"claim"``, or while a file exists with ``"while_file"``; ``options["log"]`` names a file that gets one line per
 open and close.
 """
 
@@ -39,6 +39,7 @@ class Fault:
     answer: str = ""  # "none": as if nothing was there or taken; "all": everything; "shape"; "short"; "bytes"
     while_file: str = ""  # only while this file exists
     tp_rank: int | None = None  # only on this rank
+    claim: str = ""  # only in the one process that creates this file first: "on one rank only" without knowing which
 
 
 @dataclass
@@ -68,6 +69,18 @@ class Rig:
 
 
 _RIGS: dict[str, Rig] = {}
+
+
+def _claimed(path: str) -> bool:
+    """True in the process that made ``path``."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        with open(path) as file:
+            return file.read() == str(os.getpid())
+    os.write(fd, str(os.getpid()).encode())
+    os.close(fd)
+    return True
 
 
 class BK:
@@ -110,6 +123,7 @@ class BK:
                 and (fault.times is None or rig.fired[method] < fault.times)
                 and (not fault.while_file or os.path.exists(fault.while_file))
                 and fault.tp_rank in (None, self.context.tp_rank)
+                and (not fault.claim or _claimed(fault.claim))
             )
             if not applies:
                 return Fault()

@@ -5,6 +5,7 @@ needed for dynamic backends, whose options nobody declared), or when it stands i
 connection string.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -43,6 +44,7 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_WORDS & set(words)) or any(b == "key" and a in _KEY_OWNERS for a, b in pairs)
 
 
+@functools.cache
 def secret_fields(options: type[msgspec.Struct]) -> tuple[frozenset[str], frozenset[str]]:
     """Names of the fields that an option struct marks as inline secrets, and as files that hold one."""
     info = msgspec.inspect.type_info(options)
