@@ -3,8 +3,8 @@
 In this process: ``rig = BK.rig("a")``, then ``rig.faults["batch_get"] = Fault(error=OSError)``; the backend is made
 with ``options={"store": "a"}``. In an engine process (allow-listed as ``tests.rigs.backends:BK``): the same faults as
 plain values in ``options["faults"]``, e.g. ``{"open": {"error": "PermissionError"}}``, only on one rank with
-``"tp_rank"`` or ``"claim"``, or while a file exists with ``"while_file"``; ``options["log"]`` names a file that gets one line per
-open and close.
+``"tp_rank"`` or ``"claim"``, or while a file exists with ``"while_file"``; ``options["log"]`` names a file that gets
+one line per open and close.
 """
 
 import json

@@ -24,7 +24,7 @@ _SECRET_WORDS = frozenset(
 _KEY_OWNERS = frozenset({"access", "secret", "api", "private", "encryption", "auth", "account", "sas"})
 # key=value inside a string: connection strings, URL queries. Masking too much is harmless.
 _ASSIGNED = re.compile(r"(?i)((?:password|passwd|secret|token|key)=)[^&;,\s]+")
-_USERINFO = re.compile(r"(?<=://)[^/?#\s@]*(?:@[^/?#\s@]*)*(?=@)")
+_USERINFO = re.compile(r"(?<=://)([^/?#\s@:]*:)?[^/?#\s@]+(?:@[^/?#\s@]*)*(?=@)")  # a password may hold an @
 
 
 def redact(text: str, values: dict[str, Any], secret_names: Collection[str] = ()) -> str:
@@ -75,7 +75,7 @@ def _redacted(value: Any, names: frozenset[str]) -> Any:
     if isinstance(value, list):
         return [_redacted(item, names) for item in value]
     if isinstance(value, str):
-        return _ASSIGNED.sub(r"\1" + MASK, _USERINFO.sub(MASK, value))
+        return _ASSIGNED.sub(r"\1" + MASK, _USERINFO.sub(lambda m: (m[1] or "") + MASK, value))
     return value
 
 

@@ -245,7 +245,7 @@ def test_inline_secrets_are_hashed_and_never_shown() -> None:
     first = run(target({"password": SENTINEL, "pin": SENTINEL, "url": f"redis://u:{SENTINEL}@h:1/0"}))
     assert first.config is not None
     assert SENTINEL not in (first.config.redacted or "") + repr(first)
-    assert first.config.redacted == '{"password": "***", "pin": "***", "url": "redis://***@h:1/0"}'
+    assert first.config.redacted == '{"password": "***", "pin": "***", "url": "redis://u:***@h:1/0"}'
     second = run(target({"password": "other", "pin": SENTINEL, "url": f"redis://u:{SENTINEL}@h:1/0"}), first)
     assert compare(first, second).changed_keys == ["password"]
     error = refused(target({"password": {"x": SENTINEL}}))
@@ -284,6 +284,9 @@ def test_a_config_without_secrets_is_shown_as_written() -> None:
         ({"token": ""}, {"token": ""}),
         ({"use_token": True}, {"use_token": True}),
         ({"dsn": "host=a;password=b;x=1"}, {"dsn": "host=a;password=***;x=1"}),
+        ({"u": "http://tok@h and s3://a:b@c@d/e"}, {"u": "http://***@h and s3://a:***@d/e"}),
+        ({"u": "redis://:pw@h:1"}, {"u": "redis://:***@h:1"}),
+        ({"u": "http://h:80/a@b"}, {"u": "http://h:80/a@b"}),
         ({"u": "http://h/?token=abc&x=1"}, {"u": "http://h/?token=***&x=1"}),
         ({"prefetch_timeout_per_ki_token": 1}, {"prefetch_timeout_per_ki_token": 1}),
         ({"token_file": "/run/t"}, {"token_file": "/run/t"}),
