@@ -127,14 +127,12 @@ class CacheController:
         match = s.tree.match(self._cacheable(request))
         s.tree.lock_device(match.device_node)
         s.tree.lock_host(match.node)
-        number = s.device_ledger.begin("request")
-        room = self._writer.device_room(len(match.host))
-        pages = s.device_ledger.take(number, len(match.host)) if room else None
-        if pages is None:
-            s.device_ledger.end(number, Ended.CANCELLED)
+        if not self._writer.device_room(len(match.host)):
             s.tree.lock_device(match.device_node, -1)
             s.tree.lock_host(match.node, -1)
             return None
+        number = s.device_ledger.begin("request")
+        pages = s.device_ledger.take(number, len(match.host)) or []
         request.number, request.node = number, match.device_node
         request.pages, request.committed = match.device + pages, len(match.device)
         path = s.tree.path(match.node)

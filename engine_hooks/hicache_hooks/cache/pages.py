@@ -17,8 +17,8 @@ import xxhash
 PAGE_ALIGN = 4096
 FORMAT_VERSION = 1
 MAGIC = b"HiCpage\n"
-# magic, version, flags (0), payload length, fingerprint, key hash
-_HEAD = struct.Struct("<8sHHxxxxQ16s16s")
+# magic, version, reserved (0), payload length, fingerprint, key hash; no padding bytes, so that every bit is compared
+_HEAD = struct.Struct("<8sHHIQ16s16s")
 _SUM = struct.Struct("<Q")
 TRAILER_BYTES = _HEAD.size + _SUM.size
 
@@ -45,7 +45,7 @@ class PageFormat:
 
     def _head(self, key: str) -> bytes:
         digest = blake2b(key.encode(), digest_size=16).digest()
-        return _HEAD.pack(MAGIC, FORMAT_VERSION, 0, self.payload_bytes, self._fingerprint, digest)
+        return _HEAD.pack(MAGIC, FORMAT_VERSION, 0, 0, self.payload_bytes, self._fingerprint, digest)
 
     def _checksum(self, page: memoryview, head: bytes) -> int:
         # The head seeds the sum instead of a streaming update: one call over the payload, one release of the GIL.
@@ -77,5 +77,5 @@ class PageFormat:
     @staticmethod
     def _explain(trailer: bytes, expected: bytes) -> str:
         got, want = _HEAD.unpack_from(trailer), _HEAD.unpack(expected)
-        names = ("magic", "version", "flags", "payload length", "fingerprint", "key")
+        names = ("magic", "version", "reserved", "reserved", "payload length", "fingerprint", "key")
         return next(name for name, a, b in zip(names, got, want, strict=True) if a != b)

@@ -109,7 +109,8 @@ class Prefetcher:
         s = self._s
         limits, threshold = op.set.limits, op.set.knobs.prefetch_threshold
         if op.hits == 0 or op.hits * s.page_size < threshold:
-            s.stats["prefetch_skipped_threshold"] += op.hits > 0
+            if op.hits:
+                s.stats["prefetch_skipped_threshold"] += 1
             return False
         n = min(op.hits, int(limits.prefetch_fraction * s.host.num_pages) - self.pages)
         if n > 0:

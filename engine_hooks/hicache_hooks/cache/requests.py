@@ -93,18 +93,17 @@ class Loader:
 
     def _adopt(self, request: Request, copy: Copy) -> None:
         s = self._s
-        base = request.committed
         for node, first in s.tree.segments(copy.node, len(copy.device_pages)):
             part = copy.device_pages[first : first + s.tree.length(node)]
             if node.device is None:
                 s.device_ledger.to_tree(request.number, part)
                 node.device = part
-            else:  # somebody else computed it meanwhile
-                s.device_ledger.release(request.number, part)
-                request.pages[base + first : base + first + len(part)] = node.device
+                s.stats["loaded_pages"] += len(part)
+            # Else somebody computed it meanwhile; the request keeps its own copy, which its page table names.
         s.tree.lock_device(copy.node)
         s.tree.lock_device(request.node, -1)
-        request.node, request.committed = copy.node, base + len(copy.device_pages)
+        request.node = copy.node
+        request.committed += len(copy.device_pages)
 
     def release(self, request: Request, outcome: Ended) -> None:
         """Give back everything that an admitted request holds; while a load writes to its pages, afterwards (F27)."""

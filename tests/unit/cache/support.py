@@ -124,13 +124,14 @@ class Rig:
     def until(self, done: Callable[[], object], wait_s: float = WAIT_S) -> None:
         """Pump, woken by completions, until ``done``."""
         deadline = time.monotonic() + wait_s
-        while True:
+        inbox = self.ctl._s.inbox
+        while not done():
+            if self.ctl.pump():
+                continue
             with self.woken:
-                if not self.ctl.pump():
-                    if done():
-                        return
-                    if not self.woken.wait_for(lambda: len(self.ctl._s.inbox) > 0 or done(), deadline - time.monotonic()):
-                        raise TimeoutError(f"{self.ctl.counters()} {self.ctl.stats()}")
+                self.woken.wait_for(lambda: bool(inbox), 0.05)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.ctl.counters()} {self.ctl.stats()}")
 
     def settle(self) -> None:
         """Until no transfer is in flight; then everything must add up."""
