@@ -156,7 +156,7 @@ class Processes:
         runtime, state = self.root / "run", self.root / "state"
         runtime.mkdir(exist_ok=True)
         state.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "hicache_sidecar.daemon.main", "--runtime-dir", str(runtime), "--state-dir",
+        argv = [*program("hicache_sidecar.daemon.main"), "--runtime-dir", str(runtime), "--state-dir",
                 str(state), "--http", f"127.0.0.1:{port}", *flags]  # fmt: skip
         process = self.start(f"sidecar-{len(self.started)}", argv, env)
         sidecar = Sidecar(process, runtime, state, port)
@@ -169,7 +169,7 @@ class Processes:
     ) -> "Engine":
         """A real hicache-engine, ready when /health answers (and, with a sidecar, /readyz too)."""
         port = http or free_port()
-        argv = [sys.executable, "-m", "hicache_hooks.embedded.main", "--http", f"127.0.0.1:{port}", *flags]
+        argv = [*program("hicache_hooks.embedded.main"), "--http", f"127.0.0.1:{port}", *flags]
         if sidecar is not None:
             argv += ["--sidecar", sidecar.endpoint]
         process = self.start(f"engine-{len(self.started)}", argv, env)
@@ -213,6 +213,11 @@ class Engine:
         status, answer = http_json("POST", f"{self.url}/flush_cache?timeout={timeout_s:g}", None, timeout_s + 10)
         if status != 200:
             raise ProcessFailed(f"flush_cache: {status} {answer}\n{self.process.tail()}")
+
+
+def program(module: str) -> list[str]:
+    """What the console script of ``module`` runs, from this very environment."""
+    return [sys.executable, "-c", f"from {module} import entry; entry()"]
 
 
 def free_port() -> int:

@@ -94,7 +94,7 @@ class Stage:
         log = self.path / f"{name}.log"
         with log.open("wb") as output:
             program = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
+                [sys.executable, "-c", f"from {module} import entry; entry()", *flags],  # as the console script
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(),
                 start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
