@@ -101,3 +101,20 @@ def test_the_readme_shows_every_command_and_no_other() -> None:
     shown = set(re.findall(r"hicachectl (?:-q |-o json |--socket \S+ )*([a-z]+)\b", text))
     assert set(COMMANDS) - shown == set()
     assert shown - set(COMMANDS) == set()
+
+
+def test_the_readme_lists_every_setting_and_no_other() -> None:
+    """A key that is not documented might as well not exist; one that does not exist is an error at start."""
+    import msgspec
+
+    from hicache_sidecar.daemon.settings import Settings
+
+    keys = set()
+    for field in msgspec.structs.fields(Settings):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            keys |= {f"{field.name}.{inner.name}" for inner in msgspec.structs.fields(field.type)}
+        else:
+            keys.add(field.name)
+    section = (ROOT / "README.md").read_text().split("## Configuration")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {key for cell in first_cells for key in re.findall(r"`([^`]+)`", cell)} == keys

@@ -21,7 +21,7 @@ from hicache_sidecar.cli.demo_text import CARROLL, DICKENS
 
 REPLICAS = 2
 ANSWER_TOKENS = 48
-BUSY_TOKENS = 1500  # keeps one replica busy for a few seconds
+BUSY_TOKENS = 900  # keeps one replica busy for some seconds
 COMMAND_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 30.0
 POLL_S = 0.05
