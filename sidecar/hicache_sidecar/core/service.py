@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from hicache_proto import api
-
 from hicache_sidecar.core.actor import Actor
 
 Progress = Callable[[dict[str, Any]], None]

@@ -13,6 +13,7 @@ class Counters:
     link_sent: int = 0
     malformed: int = 0  # random bytes, foreign types, too deep: dropped (F95)
     stale_replies: int = 0  # answers that nobody waits for any more (F31)
+    late_finalize: int = 0  # answers to FINALIZE after the rank's heartbeat had said it already
     unknown_sessions: int = 0  # messages of sessions that we do not know: told to say hello again
     missed_wakeups: int = 0  # messages found by the periodic look at EVENTS (F104)
     send_failures: int = 0  # peer gone, or its queue full

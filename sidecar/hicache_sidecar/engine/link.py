@@ -36,6 +36,7 @@ from hicache_proto.hooklink import (
     Answer,
     Call,
     CallBody,
+    Finalize,
     HookMessage,
     SidecarMessage,
     decode_from_hook,
@@ -49,6 +50,8 @@ HEAL_S = 0.5  # F104: a swallowed wake-up is healed in less than 1 s
 SEND_HWM = 1000  # messages queued for one peer that does not read; then the send fails
 RECEIVE_HWM = 10_000
 CALL_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+_FINALIZE = phase_of(Finalize())  # answered when the old set is closed; nobody waits that long
 
 OnMessage = Callable[[bytes, HookMessage], None]
 WaitReadable = Callable[[int], Awaitable[None]]
@@ -201,7 +204,10 @@ class HookLink:
     def _answered(self, peer: bytes, answer: Answer) -> None:
         waiter = self._waiters.get(answer.call)
         if waiter is None or (waiter.session, waiter.n, waiter.phase) != (answer.session, answer.n, answer.phase):
-            self.counters.stale_replies += 1
+            if answer.phase == _FINALIZE and answer.session in self._peers:
+                self.counters.late_finalize += 1
+            else:
+                self.counters.stale_replies += 1
             return
         del self._waiters[answer.call]
         waiter.answer = answer

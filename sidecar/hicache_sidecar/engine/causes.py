@@ -1,0 +1,96 @@
+"""Why an operation did not reach B: from the table's event to the error that the client reads. Pure."""
+
+from hicache_proto.errors import (
+    DeadlineExceeded,
+    HicacheError,
+    Inconsistent,
+    NotIdle,
+    PrepareFailed,
+    RolledBack,
+)
+from hicache_proto.model import QUEUE_COUNTERS, RUNNING_COUNTERS, Blocker
+from hicache_proto.transaction import CoordEvent, CoordPhase, See
+from hicache_sidecar.engine.idle import RETRY_AFTER_S
+
+
+def rows(blockers: list[Blocker]) -> list[dict[str, object]]:
+    """``details.blocked_by``."""
+    return [
+        {"rank": b.rank, "name": b.name, "count": b.count} | ({} if b.age_ms is None else {"age_ms": b.age_ms})
+        for b in blockers
+    ]
+
+
+def busy(verb: str, blockers: list[Blocker], why: str = "") -> NotIdle:
+    """The spec's refusal from a list of blockers."""
+    queued = sum(b.count for b in blockers if b.name in QUEUE_COUNTERS)
+    running = sum(b.count for b in blockers if b.name in RUNNING_COUNTERS)
+    names = ", ".join(f"{b.name}={b.count} (rank {b.rank})" for b in blockers)
+    message = f"Reject {verb}: scheduler is not idle. #queue-req={queued} #running-req={running}"
+    return NotIdle(
+        message + (f"; blocked by {names}" if names else "") + (f"; {why}" if why else ""),
+        details={"blocked_by": rows(blockers), "retry_after_s": RETRY_AFTER_S},
+    )
+
+
+def cause_of(
+    phase: CoordPhase,
+    event: CoordEvent,
+    error: HicacheError | None,
+    silent: list[int],
+    blockers: list[Blocker],
+    *,
+    verb: str,
+    drain: bool,
+) -> HicacheError:
+    """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed."""
+    details: dict[str, object] = {"phase": phase.value}
+    if error is not None:
+        details |= error.details
+        details.setdefault("reason", error.code)
+        if event.rank >= 0:
+            details["rank"] = event.rank
+    if event.see is See.CANCEL:
+        return RolledBack("cancelled: every rank is on the old state", details=details | {"reason": "cancelled"})
+    if event.see is See.BUSY:
+        return busy(verb, blockers)
+    if event.see is See.TIMEOUT:
+        return _late(phase, event, silent, blockers, details, verb=verb, drain=drain)
+    if phase is CoordPhase.PREPARE:
+        return PrepareFailed(event.detail or "a rank could not prepare", details=details)
+    return RolledBack(event.detail or "a rank did not switch", details=details)
+
+
+def _late(
+    phase: CoordPhase,
+    event: CoordEvent,
+    silent: list[int],
+    blockers: list[Blocker],
+    details: dict[str, object],
+    *,
+    verb: str,
+    drain: bool,
+) -> HicacheError:
+    if phase is CoordPhase.WAIT and not drain:
+        return busy(verb, blockers, "the wait for idle ran out")
+    if phase is CoordPhase.FREEZE and blockers:
+        names = ", ".join(f"{b.name}={b.count} (rank {b.rank})" for b in blockers)
+        return DeadlineExceeded(
+            f"{verb}: still draining when {event.detail or 'time was up'}; blocked by {names}",
+            details=details | {"blocked_by": rows(blockers), "reason": "still_draining"},
+        )
+    joined = "; ".join(f"rank {rank}: no reply" for rank in silent)
+    return DeadlineExceeded(
+        f"{verb}: time ran out in {phase.value}" + (f"; {joined}" if joined else ""),
+        details=details | {"silent_ranks": silent},
+    )
+
+
+def not_restored(cause: HicacheError, split: dict[int, str]) -> HicacheError:
+    """Some rank could not be brought back: never called rolled back (F30)."""
+    what = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(split.items()))
+    return Inconsistent(
+        f"{cause.message}; and not every rank is on the old state: {what}",
+        details=cause.details | {"reason": "split", "rolled_back": False, "cause": cause.code},
+        hint="the ranks named are in bypass; restart their engine",
+    )

@@ -1,0 +1,155 @@
+"""What the coordinator's parts share: the link side, the journal, the jobs, and the rule "one operation at a time"."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from hicache_proto import api
+from hicache_proto.errors import HicacheError, Internal, NoEngine, OperationInProgress
+from hicache_proto.hooklink import AskReport, CallBody
+from hicache_sidecar.core.actor import Actor
+from hicache_sidecar.engine import status
+from hicache_sidecar.engine.book import Book
+from hicache_sidecar.engine.counters import Counters
+from hicache_sidecar.engine.events import EventHub
+from hicache_sidecar.engine.fanout import FanOut, RankAnswer
+from hicache_sidecar.engine.operation import KEEP_JOBS, Job
+from hicache_sidecar.engine.registry import Registry
+from hicache_sidecar.engine.settings import EngineSettings
+from hicache_sidecar.store.errors import JournalFailed
+
+log = logging.getLogger("hicache_sidecar.engine")
+audit_log = logging.getLogger("hicache_sidecar.audit")
+
+AuditSink = Callable[[dict[str, Any]], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Context:
+    """Shared state of one daemon. Only the loop's thread touches it."""
+
+    registry: Registry
+    fanout: FanOut
+    book: Book
+    settings: EngineSettings
+    counters: Counters
+    hub: EventHub
+    nursery: trio.Nursery
+    audit: AuditSink | None = None
+    running: Job | None = None
+    recovering: str = ""  # why changes are refused after a start; empty once recovery ended
+    digest: str = ""  # config digest of the desired state, once a rank has told it
+    split: str = ""  # first contact found ranks that disagree
+    jobs: OrderedDict[str, Job] = field(default_factory=OrderedDict)
+    fresh: set[str] = field(default_factory=set)  # sessions of processes that started with nothing
+
+    # ---- jobs
+
+    def claim(self, job: Job) -> None:
+        """Make ``job`` the running one.
+
+        Raises:
+            OperationInProgress: another runs; its id is in the error (F7).
+        """
+        if self.running is not None:
+            raise OperationInProgress(
+                f"{self.running.kind} {self.running.id} is running since {self.running.started_at}"
+                f" (phase {self.running.phase})",
+                operation_id=self.running.id,
+                details={"kind": self.running.kind, "phase": self.running.phase, "since": self.running.started_at},
+            )
+        if self.recovering:
+            raise OperationInProgress(f"recovery is not over: {self.recovering}", details={"reason": "recovering"})
+        self.running = job
+        self.jobs[job.id] = job
+        while len(self.jobs) > KEEP_JOBS:
+            self.jobs.popitem(last=False)
+
+    def launch(self, job: Job, work: Callable[[Job], Awaitable[api.Document]]) -> None:
+        """Run ``work`` for the claimed job in the daemon's own nursery: it goes on when the client leaves."""
+        self.nursery.start_soon(self._work, job, work)
+
+    async def _work(self, job: Job, work: Callable[[Job], Awaitable[api.Document]]) -> None:
+        answer: api.Document | None = None
+        error: HicacheError | None = None
+        try:
+            answer = await work(job)
+        except JournalFailed as exc:
+            self.release(job, None, exc)
+            log.critical("the journal failed, the daemon ends: %s", exc.message)
+            raise
+        except HicacheError as exc:
+            error = exc
+        except Exception as exc:
+            log.exception("operation %s failed by a defect", job.id)
+            error = Internal(f"a defect of the sidecar: {type(exc).__name__}", operation_id=job.id)
+        except BaseException:
+            self.release(job, None, Internal("the sidecar is stopping; the outcome is settled at its next start"))
+            raise
+        self.release(job, answer, error)
+
+    def release(self, job: Job, answer: api.Document | None, error: HicacheError | None) -> None:
+        """End a job, count it and free the slot."""
+        result = error.code if error is not None else "success"
+        self.counters.finished(job.kind, result, trio.current_time() - job.started)
+        if job.n == 0 and error is not None:
+            self.counters.refusals[job.kind, result] += 1
+        if self.running is job:
+            self.running = None
+        job.finish(answer, error)
+        self.write_audit(job.actor, job.kind, result, operation_id=job.id, reason=job.clean(job.reason))
+        self.registry.changed.unpark_all()
+
+    def write_audit(self, actor: str, action: str, result: str, **facts: Any) -> None:
+        """One line per change, with the principal (F118)."""
+        line = {"actor": actor, "action": action, "result": result, **facts}
+        self.counters.audit_lines += 1
+        self.hub.publish("audit", **line)
+        if self.audit is not None:
+            self.audit(line)
+        else:
+            audit_log.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if v not in ("", None)))
+
+    # ---- ranks
+
+    def require_engine(self) -> None:
+        """All expected ranks are connected.
+
+        Raises:
+            NoEngine: naming those that are not (F115).
+        """
+        registry = self.registry
+        if not registry.live:
+            raise NoEngine("no rank of the engine is connected", details={"reason": "no_rank"})
+        if missing := registry.missing_ranks:
+            names = ", ".join(str(rank) for rank in missing)
+            raise NoEngine(
+                f"not all ranks are connected: missing {names} of {registry.expected}",
+                details={"reason": "missing_ranks", "missing_ranks": missing, "expected": registry.expected},
+            )
+
+    def sessions(self) -> dict[int, str]:
+        """Connected ranks and their sessions."""
+        return {rank: s.id for rank, s in self.registry.live.items()}
+
+    async def ask_all(self, body: CallBody, deadline: float) -> dict[int, RankAnswer]:
+        """A stateless question to every connected rank."""
+        return await self.fanout.ask(self.sessions(), 0, body, deadline)
+
+    async def refresh(self, within_s: float) -> dict[int, RankAnswer]:
+        """Fresh reports from every rank that answers in time; the registry keeps them."""
+        return await self.ask_all(AskReport(), trio.current_time() + within_s)
+
+    def status(self) -> api.StatusDocument:
+        """The status document from the last reports."""
+        warnings = [self.recovering] if self.recovering else []
+        doc = status.status_document(self.registry, self.book.desired, self.digest, self.running, warnings)
+        return doc
+
+    def actor_name(self, actor: Actor) -> str:
+        """The principal, as history and audit show it."""
+        return actor.name

@@ -1,0 +1,456 @@
+"""Runs the coordinator's table for one operation: events in, actions out, over the real link and journal.
+
+Theory of operation
+===================
+
+``proto.transaction.coord_step`` decides; this module only performs. One task feeds events to the table and performs
+the returned actions. Each phase has its own nursery of senders, cancelled when the phase ends, so that a message of
+an old phase is never sent later. Within a phase every participant has a sender of its own: a slow rank delays nobody
+else's messages, leases are renewed by repeating, and a participant that reconnects with a new session and still
+holds n is asked again there (rule 13: one that no longer holds n counts as a no).
+
+What a participant is comes from its answers. Its reports (heartbeats) may only say good news early: PREPARED,
+FINAL, UNDONE; bad news and FROZEN wait for the answer, which carries the cause and belongs to this round.
+
+Rule 4 is kept here: the last SWITCHED is fed to the table only while our own clock vouches for every lease.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+
+from hicache_proto.errors import (
+    HicacheError,
+    PrepareFailed,
+)
+from hicache_proto.hooklink import CallBody, Commit, Finalize, Freeze, Prepare, Thaw, Undo, WatchIdle
+from hicache_proto.model import Blocker, TargetState
+from hicache_proto.transaction import (
+    Act,
+    CoordEvent,
+    CoordPhase,
+    CoordRecord,
+    Said,
+    See,
+    coord_start,
+    coord_step,
+    said,
+)
+from hicache_sidecar.engine import causes, idle
+from hicache_sidecar.engine.book import Book
+from hicache_sidecar.engine.fanout import FanOut, RankAnswer
+from hicache_sidecar.engine.operation import Job
+from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.senders import Senders
+from hicache_sidecar.engine.settings import EngineSettings
+from hicache_sidecar.engine.waiting import IdleWatch
+
+log = logging.getLogger("hicache_sidecar.engine")
+
+BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
+UNDO_REPEAT_S = 1.0
+LEASE_MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """What is to be done: all ``participants`` from ``a`` to ``b``. ``deadline`` is absolute; ``wait_s`` from the
+    moment that all are prepared."""
+
+    n: int
+    a: TargetState
+    b: TargetState
+    participants: tuple[int, ...]
+    deadline: float
+    mode: str = "strict"
+    wait_s: float = 0.0
+    dry_run: bool = False
+
+
+@dataclass
+class Outcome:
+    """How it ended. ``cause`` is None when B was decided (or a dry run passed)."""
+
+    decided_b: bool = False
+    prepared: bool = False
+    converging: frozenset[int] = frozenset()  # B decided; these did not get there
+    cause: HicacheError | None = None
+    prepare_ms: float = 0.0
+    freeze_ms: float = 0.0
+    commit_ms: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+
+
+class Drive:
+    """One operation's executor. ``fixed_answer`` makes what the journal keeps of the answer, at the decision."""
+
+    def __init__(
+        self,
+        job: Job,
+        move: Move,
+        *,
+        registry: Registry,
+        fanout: FanOut,
+        book: Book,
+        settings: EngineSettings,
+        fixed_answer: Callable[[Outcome], dict[str, Any]],
+    ) -> None:
+        self.job, self.move, self.registry, self.fanout, self.book = job, move, registry, fanout, book
+        self.settings = settings
+        self.outcome = Outcome()
+        self._fixed_answer = fixed_answer
+        self._inbox: deque[CoordEvent] = deque()
+        self._wake = trio.lowlevel.ParkingLot()
+        self._suspects: set[int] = set()
+        self._process = {r: self._key(registry.ranks[r]) for r in move.participants if r in registry.ranks}
+        self._lease_end = 0.0  # when every lease that we armed is surely over
+        self._commit_sent = math.inf
+        self._wait_until = math.inf
+        self._session_ids = {r: registry.ranks[r].id for r in move.participants if r in registry.ranks}
+        self._started: dict[str, float] = {}
+        self._errors: dict[int, HicacheError] = {}
+        wait = move.mode == "strict" and move.wait_s > 0
+        self.rec, self._first = coord_start(
+            move.n, frozenset(move.participants), drain=move.mode == "drain", hot=move.mode == "hot", wait=wait
+        )
+
+    # ---- the loop
+
+    async def run(self) -> Outcome:
+        """Drive the operation to its end; never raises for what ranks do.
+
+        Raises:
+            StoreError: the journal failed for good; the process must end.
+        """
+        async with trio.open_nursery() as self.nursery:
+            self.senders = Senders(
+                self.nursery, self.fanout, self.registry, self.move.n, self.move.deadline, self._on_result
+            )
+            self.watch = IdleWatch(
+                self.nursery, self.registry, self.move.participants, lambda: self._post(CoordEvent(See.IDLE))
+            )
+            await self._run()
+            self.nursery.cancel_scope.cancel()
+        return self.outcome
+
+    async def _run(self) -> None:
+        self.registry.on_session.append(self._on_session)
+        self.registry.on_report.append(self._on_report)
+        self.job.on_cancel = self._cancel
+        try:
+            await self._perform(self._first)
+            while self.rec.phase is not CoordPhase.DONE:
+                event = await self._next_event()
+                if self.rec.phase is CoordPhase.OUTCOME and event.see is See.LOST:
+                    self._post(event)  # DURABLE is in the inbox: the loss belongs to FINALIZE
+                    continue
+                before = self.rec
+                self.rec, acts = coord_step(before, event)
+                if self.rec.phase is CoordPhase.UNDO and before.phase is not CoordPhase.UNDO:
+                    self._set_cause(before, event)
+                if (
+                    self.rec.phase is CoordPhase.DONE
+                    and before.phase is CoordPhase.BEGIN
+                    and self.outcome.cause is None
+                ):
+                    self._set_cause(before, event)
+                if self.move.dry_run and any(a in (Act.SEND_FREEZE, Act.SEND_COMMIT) for a in acts):
+                    self._leave(before.phase)
+                    self.outcome.prepared = True
+                    self._post(CoordEvent(See.CANCEL, detail="dry run"))
+                    continue
+                if self.rec.phase is not before.phase:
+                    self._leave(before.phase)
+                await self._perform(acts)
+                if Act.FINISH in acts:
+                    break
+        finally:
+            self.job.on_cancel = None
+            self.registry.on_session.remove(self._on_session)
+            self.registry.on_report.remove(self._on_report)
+        self.outcome.decided_b = self.rec.outcome == "b"
+
+    async def _next_event(self) -> CoordEvent:
+        """The next event: a posted one, a participant that left, or a time that came."""
+        while True:
+            if self._suspects and self.rec.phase is not CoordPhase.OUTCOME:
+                self._look_at_suspects()
+            at, see, detail = self._next_time()
+            late = trio.current_time() >= at
+            if late and see is See.DOUBT:
+                return self._timed(see, detail)  # rule 4: before the answer that would decide B
+            if self._inbox:
+                return self._inbox.popleft()
+            if late:
+                return self._timed(see, detail)
+            with trio.move_on_at(at):
+                await self._wake.park()
+
+    def _next_time(self) -> tuple[float, See, str]:
+        phase = self.rec.phase
+        if phase is CoordPhase.UNDO:
+            return self._lease_end, See.LOST, "its lease is over"
+        if phase in (CoordPhase.FINALIZE, CoordPhase.CONVERGING):
+            return self._lease_end, See.SAID, "its lease is over"
+        if phase is CoordPhase.COMMIT:
+            doubt = self._commit_sent + self.settings.in_doubt_s - self.settings.decide_margin_s
+            return doubt, See.DOUBT, "not every rank switched while its lease was surely alive"
+        # A strict freeze in flight is answered at once; only a drain is cut short inside FREEZE.
+        waits = phase is CoordPhase.WAIT or (phase is CoordPhase.FREEZE and self.rec.drain)
+        if waits and self._wait_until < self.move.deadline:
+            return self._wait_until, See.TIMEOUT, "the wait for idle ran out"
+        return self.move.deadline, See.TIMEOUT, "the operation's time ran out"
+
+    def _timed(self, see: See, detail: str) -> CoordEvent:
+        if see in (See.LOST, See.SAID):  # UNDO, FINALIZE: whoever is still silent is past its lease
+            late = next(iter(sorted(self.rec.participants - self.rec.have)))
+            return CoordEvent(see, rank=late, said=Said.EXPIRED, detail=f"rank {late}: {detail}")
+        return CoordEvent(see, detail=detail)
+
+    def _post(self, event: CoordEvent) -> None:
+        self._inbox.append(event)
+        self._wake.unpark_all()
+
+    def _cancel(self) -> bool:
+        if self.rec.phase in (
+            CoordPhase.BEGIN,
+            CoordPhase.PREPARE,
+            CoordPhase.WAIT,
+            CoordPhase.FREEZE,
+            CoordPhase.COMMIT,
+        ):
+            self._post(CoordEvent(See.CANCEL, detail="cancelled"))
+            return True
+        return False
+
+    # ---- actions
+
+    async def _perform(self, acts: tuple[Act, ...]) -> None:
+        settings, move = self.settings, self.move
+        for act in acts:
+            match act:
+                case Act.FSYNC_BEGIN:
+                    self.job.enter("begin")
+                    await self._fsync_begin()
+                case Act.SEND_PREPARE:
+                    self.job.enter("prepare")
+                    body = Prepare(target=move.b, prepared_s=settings.prepared_s, hot=move.mode == "hot")
+                    self._send_all(body, settings.prepared_s / 3, settings.prepared_s)
+                case Act.SEND_FREEZE:
+                    if math.isinf(self._wait_until) and move.wait_s > 0:
+                        self._wait_until = trio.current_time() + move.wait_s
+                    self.job.enter("freeze")
+                    freeze = Freeze(round=self.rec.round, freeze_s=settings.freeze_s, drain=self.rec.drain)
+                    self._send_all(freeze, settings.freeze_s / 3, max(settings.freeze_s, settings.prepared_s))
+                case Act.SEND_THAW:
+                    self.job.enter("wait")
+                    thaw = Thaw(round=self.rec.round, prepared_s=settings.prepared_s)
+                    self._send_all(thaw, settings.prepared_s / 3, settings.prepared_s)
+                case Act.WATCH_IDLE:
+                    self.watch.begin(self.senders, min(self._wait_until, move.deadline))
+                case Act.SEND_COMMIT:
+                    self.job.enter("commit")
+                    self._commit_sent = trio.current_time()
+                    self._send_all(Commit(in_doubt_s=settings.in_doubt_s), math.inf, settings.in_doubt_s)
+                case Act.FSYNC_OUTCOME_B:
+                    await self._fsync_outcome()
+                case Act.SEND_FINALIZE:
+                    self.job.enter("finalize")
+                    self._send_all(Finalize(), UNDO_REPEAT_S, settings.in_doubt_s)
+                case Act.RECORD_OUTCOME_A:
+                    pass  # recorded with the answer once all ranks are known to be back; no record means A
+                case Act.SEND_UNDO:
+                    self.job.enter("undo", self.rec.reason)
+                    self._send_all(Undo(reason=self.job.clean(self.rec.reason)[:500]), UNDO_REPEAT_S, 0.0)
+                case Act.FINISH:
+                    self.senders.stop()
+                    if self.rec.phase is CoordPhase.CONVERGING:
+                        self.outcome.converging = self.not_final()
+
+    async def _fsync_begin(self) -> None:
+        move, job = self.move, self.job
+        write = partial(
+            self.book.begin,
+            n=move.n,
+            operation_id=job.id,
+            kind=job.kind,
+            a=move.a,
+            b=move.b,
+            participants=move.participants,
+            mode=move.mode,
+            request_key=job.request_key,
+            body_digest=job.digest,
+            actor=job.actor,
+            reason=job.reason,
+        )
+        try:
+            await trio.to_thread.run_sync(write)
+        except HicacheError as exc:
+            if exc.details.get("reason") != "disk_full":
+                raise  # the journal is broken: only a restart knows what is on disk
+            self.outcome.cause = exc
+            self._post(CoordEvent(See.NOT_DURABLE, detail=exc.message))
+            return
+        self._post(CoordEvent(See.DURABLE))
+
+    async def _fsync_outcome(self) -> None:
+        """The one fsync inside the freeze."""
+        self.senders.stop()
+        answer = self._fixed_answer(self.outcome)
+        elapsed_ms = (trio.current_time() - self.job.started) * 1000
+        await trio.to_thread.run_sync(
+            partial(self.book.outcome_b, self.move.n, answer, message="committed", duration_ms=elapsed_ms)
+        )
+        self._post(CoordEvent(See.DURABLE))
+
+    # ---- senders
+
+    def _send_all(self, body: CallBody, repeat_s: float, lease_s: float) -> None:
+        """Start this phase's senders. ``lease_s`` is what a rank arms when it gets the message."""
+        now = trio.current_time()
+        self._lease_s = lease_s
+        if lease_s:
+            self._lease_end = max(self._lease_end, now + lease_s + LEASE_MARGIN_S)
+        self._started.setdefault(self.rec.phase.value, now)
+        after_decision = self.rec.phase in (CoordPhase.FINALIZE, CoordPhase.UNDO)
+        deadline = self._lease_end + UNDO_REPEAT_S if after_decision else self.move.deadline
+        self.senders.start(self.move.participants, body, repeat_s, deadline)
+
+    # ---- what ranks say
+
+    def _on_result(self, result: RankAnswer, body: CallBody) -> None:
+        rank, answer = result.rank, result.answer
+        if answer is None:
+            return  # silence is the deadline's business, loss the registry's
+        what = said(
+            answer.report.op_n,
+            answer.report.op_phase,
+            answer.report.op_ended,
+            self.move.n,
+            answer.report.state.revision,
+        )
+        if answer.stall_us is not None:
+            before = self.job.ranks.get(rank)
+            self.job.result(rank, True, what, max(answer.stall_us, (before and before.stall_us) or 0))
+        error = result.error
+        if error is None:
+            self._post(CoordEvent(See.SAID, rank=rank, said=what))
+            return
+        self._said_no(rank, what, error, body)
+
+    def _said_no(self, rank: int, what: Said, error: HicacheError, body: CallBody) -> None:
+        """An answer with an error: what it means depends on the phase (the table in ``hooklink``)."""
+        reason = error.details.get("reason")
+        match body:
+            case Prepare() if reason == "builder_busy" and what is Said.UNKNOWN:
+                self.senders.again(rank, BUILDER_BUSY_RETRY_S)
+                return
+            case Freeze() if error.code == "not_idle":
+                if not self.rec.drain:
+                    self._post(CoordEvent(See.BUSY, rank=rank, detail=f"rank {rank} is not idle"))
+                return
+            case Finalize() if what is Said.FINAL:
+                self.outcome.warnings.append(f"rank {rank}: {self.job.clean(error.message)}")
+                self._post(CoordEvent(See.SAID, rank=rank, said=what))
+                return
+            case Finalize() | Undo():
+                self._errors.setdefault(rank, error)
+                self._post(CoordEvent(See.SAID, rank=rank, said=what))
+                return
+            case WatchIdle():
+                return
+        self._errors.setdefault(rank, error)
+        self.job.result(rank, False, error.message)
+        self._post(CoordEvent(See.FAILED, rank=rank, said=what, detail=f"rank {rank}: {error.message}"))
+
+    def _on_report(self, session: Session) -> None:
+        if session.rank not in self.rec.participants:
+            return
+        report = session.report
+        what = said(report.op_n, report.op_phase, report.op_ended, self.move.n, report.state.revision)
+        good = {CoordPhase.PREPARE: Said.PREPARED, CoordPhase.FINALIZE: Said.FINAL, CoordPhase.UNDO: Said.UNDONE}
+        if what is good.get(self.rec.phase):
+            self._post(CoordEvent(See.SAID, rank=session.rank, said=what))
+        if self.rec.phase in (CoordPhase.WAIT, CoordPhase.FREEZE):
+            self._see_blockers()
+        if self.rec.phase is CoordPhase.WAIT:
+            self.watch.saw(session)
+
+    def _see_blockers(self) -> None:
+        now = self.blockers()
+        if [(b.rank, b.name, b.count) for b in now] != [(b.rank, b.name, b.count) for b in self.job.blocked_by]:
+            self.job.blocked_by = now
+            self.job.tell()
+
+    def blockers(self) -> list[Blocker]:
+        """What the participants' last reports say."""
+        ranks = self.registry.ranks
+        return idle.blockers({r: ranks[r].report.idle for r in self.move.participants if r in ranks})
+
+    # ---- participants that leave
+
+    @staticmethod
+    def _key(session: Session) -> tuple[int, int, str]:
+        return session.hello.pid, session.hello.epoch, session.hello.incarnation
+
+    def _on_session(self, session: Session) -> None:
+        if session.hello.role == "rank":
+            self._suspects |= self.rec.participants if session.rank not in self.rec.participants else {session.rank}
+            self._wake.unpark_all()
+
+    def _look_at_suspects(self) -> None:
+        """A participant's session ended or began: the same process that still holds n goes on, else it is lost."""
+        if self.rec.phase is CoordPhase.BEGIN:
+            return  # the table hears of it once BEGIN is durable
+        suspects, self._suspects = self._suspects, set()
+        for rank in sorted(suspects):
+            now = self.registry.ranks.get(rank)
+            if now is None or self._key(now) != self._process.get(rank):
+                self._lost(rank, "engine_restarted", f"rank {rank} lost: the engine was restarted")
+            elif not now.alive:
+                self._lost(rank, "rank_lost", f"rank {rank} lost: {now.why_lost}")
+            elif now.id != self._session_ids.get(rank):
+                self._session_ids[rank] = now.id
+                held = said(now.report.op_n, now.report.op_phase, now.report.op_ended, self.move.n)
+                if held is Said.UNKNOWN and self.rec.phase not in (CoordPhase.BEGIN, CoordPhase.UNDO):
+                    self._lost(rank, "rank_lost", f"rank {rank} lost: it no longer knows the operation")
+                else:
+                    self.senders.again(rank)
+
+    def _lost(self, rank: int, reason: str, detail: str) -> None:
+        self._errors.setdefault(rank, PrepareFailed(detail, details={"reason": reason, "rank": rank}))
+        self.job.result(rank, False, detail)
+        self._post(CoordEvent(See.LOST, rank=rank, detail=detail))
+
+    # ---- the end
+
+    def _leave(self, phase: CoordPhase) -> None:
+        took_ms = (trio.current_time() - self._started.pop(phase.value, trio.current_time())) * 1000
+        if phase is CoordPhase.PREPARE:
+            self.outcome.prepare_ms += took_ms
+        elif phase is CoordPhase.FREEZE:
+            self.outcome.freeze_ms += took_ms
+        elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
+            self.outcome.commit_ms += took_ms
+
+    def not_final(self) -> frozenset[int]:
+        """Participants that are not on B by their last report."""
+        ranks = self.registry.ranks
+        return frozenset(
+            r for r in self.rec.participants if r not in ranks or ranks[r].report.state.revision != self.move.n
+        )
+
+    def _set_cause(self, before: CoordRecord, event: CoordEvent) -> None:
+        """Why the operation did not reach B, as the client will read it."""
+        if self.outcome.cause is None and not (self.move.dry_run and event.detail == "dry run"):
+            error = self._errors.get(event.rank)
+            silent = sorted(before.participants - before.have)
+            self.outcome.cause = causes.cause_of(
+                before.phase, event, error, silent, self.blockers(), verb=self.job.verb, drain=before.drain
+            )

@@ -1,0 +1,81 @@
+"""The strict wait: find a moment at which every participant is idle, without polling (failures.md F5, F11).
+
+Each busy rank is asked once for a notice at its next idle moment. When the last reports of all participants are
+idle, one freeze is tried; whoever got busy meanwhile refuses it, and the wait goes on with a growing pause, so that
+a fleet that is never idle together is not frozen again and again.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import trio
+
+from hicache_proto.hooklink import WatchIdle
+from hicache_sidecar.engine import idle
+from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.senders import Senders
+
+REFREEZE_MIN_S = 0.02  # pause after a freeze that met a busy rank; doubles
+REFREEZE_MAX_S = 0.5
+
+
+class IdleWatch:
+    """Watches ``ranks`` while ``active``; calls ``on_idle`` when all were idle at once."""
+
+    def __init__(
+        self, nursery: trio.Nursery, registry: Registry, ranks: Iterable[int], on_idle: Callable[[], None]
+    ) -> None:
+        self._nursery, self._registry, self._ranks, self._on_idle = nursery, registry, tuple(ranks), on_idle
+        self._senders: Senders | None = None
+        self._until = math.inf
+        self._asked: set[int] = set()
+        self._tried_at = -math.inf
+        self._pause_s = REFREEZE_MIN_S
+        self._pending = False
+
+    def begin(self, senders: Senders, until: float) -> None:
+        """Ask every rank; ``until`` is absolute."""
+        self._senders, self._until = senders, until
+        self._asked.clear()
+        for rank in self._ranks:
+            self._ask(rank)
+        self._check()
+
+    def end(self) -> None:
+        """The wait is over, or a freeze is being tried."""
+        self._senders = None
+
+    def saw(self, session: Session) -> None:
+        """A participant's report arrived."""
+        if self._senders is None:
+            return
+        if idle.is_idle(session.report.idle):
+            self._asked.discard(session.rank)
+            self._check()
+        else:
+            self._ask(session.rank)
+
+    def _ask(self, rank: int) -> None:
+        for_s = self._until - trio.current_time()
+        if self._senders is not None and for_s > 0 and rank not in self._asked:
+            self._asked.add(rank)
+            self._senders.side(rank, WatchIdle(for_s=for_s), self._until)
+
+    def _check(self) -> None:
+        sessions = [self._registry.ranks.get(rank) for rank in self._ranks]
+        if self._senders is None or not all(s and s.alive and idle.is_idle(s.report.idle) for s in sessions):
+            return
+        earliest = self._tried_at + self._pause_s
+        if trio.current_time() >= earliest:
+            self._tried_at = trio.current_time()
+            self._pause_s = min(self._pause_s * 2, REFREEZE_MAX_S)
+            self.end()
+            self._on_idle()
+        elif not self._pending:
+            self._pending = True
+            self._nursery.start_soon(self._later, earliest)
+
+    async def _later(self, at: float) -> None:
+        await trio.sleep_until(at)
+        self._pending = False
+        self._check()
