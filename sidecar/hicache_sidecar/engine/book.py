@@ -85,3 +85,6 @@ class Book(Protocol):
         self, state: TargetState, revision: int, n: int, *, actor: str = "", reason: str = "", at: str = ""
     ) -> None:
         """Take what the ranks run as desired."""
+
+    def quarantine(self, digest: str, reason: str, *, at: str = "") -> None:
+        """Never try this config again by itself; an empty reason lifts it."""

@@ -23,6 +23,7 @@ from hicache_proto.errors import (
     NoEngine,
     Quarantined,
     RevisionMismatch,
+    RolledBack,
     UnsupportedByEngine,
     from_body,
 )
@@ -168,7 +169,6 @@ class Changes:
 
     async def apply(self, job: Job, goal: Goal, plans: dict[int, Plan]) -> api.OperationAnswer:
         """From valid plans to the answer: no-op, refusals, the transaction."""
-        ctx = self.ctx
         relations = {plan.relation for plan in plans.values()}
         keys = sorted({key for plan in plans.values() for key in plan.changed_keys})
         warnings = _once(w for plan in plans.values() for w in plan.warnings)
@@ -180,6 +180,8 @@ class Changes:
             return self._unchanged(job, goal, warnings, notes)
         if goal.mode == Mode.STRICT and goal.wait_s == 0 and not goal.dry_run:
             await self.probe(job, goal.verb)
+        if job.cancelled_early:
+            raise RolledBack("cancelled before anything began", details={"reason": "cancelled"})
         return await self.transactor.execute(
             job,
             goal,

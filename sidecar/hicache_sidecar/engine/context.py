@@ -23,9 +23,6 @@ from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.store.errors import JournalFailed
 
 log = logging.getLogger("hicache_sidecar.engine")
-audit_log = logging.getLogger("hicache_sidecar.audit")
-
-AuditSink = Callable[[dict[str, Any]], None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,13 +36,13 @@ class Context:
     counters: Counters
     hub: EventHub
     nursery: trio.Nursery
-    audit: AuditSink | None = None
     running: Job | None = None
     recovering: str = ""  # why changes are refused after a start; empty once recovery ended
     digest: str = ""  # config digest of the desired state, once a rank has told it
     split: str = ""  # first contact found ranks that disagree
     jobs: OrderedDict[str, Job] = field(default_factory=OrderedDict)
-    fresh: set[str] = field(default_factory=set)  # sessions of processes that started with nothing
+    # Ranks that were lost while a config was being attached: its digest, and the process that ran then (F19).
+    suspects: dict[int, tuple[str, tuple[int, int, str]]] = field(default_factory=dict)
 
     # ---- jobs
 
@@ -105,14 +102,10 @@ class Context:
         self.registry.changed.unpark_all()
 
     def write_audit(self, actor: str, action: str, result: str, **facts: Any) -> None:
-        """One line per change, with the principal (F118)."""
+        """An event per change, with the principal; the audit log is written around the service (F118)."""
         line = {"actor": actor, "action": action, "result": result, **facts}
         self.counters.audit_lines += 1
         self.hub.publish("audit", **line)
-        if self.audit is not None:
-            self.audit(line)
-        else:
-            audit_log.info("%s", " ".join(f"{k}={v}" for k, v in line.items() if v not in ("", None)))
 
     # ---- ranks
 
@@ -147,8 +140,14 @@ class Context:
     def status(self) -> api.StatusDocument:
         """The status document from the last reports."""
         warnings = [self.recovering] if self.recovering else []
-        doc = status.status_document(self.registry, self.book.desired, self.digest, self.running, warnings)
-        return doc
+        quarantined = self.book.quarantined.get(self.digest, "") if self.digest else ""
+        if quarantined:
+            warnings.append(f"the desired config is quarantined: {quarantined}")
+        if self.split:
+            warnings.append(self.split)
+        return status.status_document(
+            self.registry, self.book.desired, self.digest, self.running, warnings, quarantined
+        )
 
     def actor_name(self, actor: Actor) -> str:
         """The principal, as history and audit show it."""

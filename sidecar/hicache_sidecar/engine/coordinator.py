@@ -9,28 +9,186 @@ How the daemon starts it::
 ``serve`` returns through ``task_status`` once ``hooks.sock`` is bound; it runs until it is cancelled. The daemon
 holds the locks on the state and runtime directories before it calls it. ``coordinator.counters`` and
 ``coordinator.registry`` are what ``obs/metrics.py`` renders; ``render_metrics(coordinator, accept)`` is that function.
+
+This module only says who answers what; the work is in ``changes`` (attach, detach, policy), ``direct`` (bypass,
+clear, drain), ``past`` (operations, history, roll-back, resolve) and ``restart`` (recovery, convergence).
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
+from hicache_proto import __version__, api
+from hicache_proto.errors import InvalidRequest
+from hicache_proto.hooklink import Describe
+from hicache_sidecar.core.actor import Actor, authorize
+from hicache_sidecar.core.service import Progress
+from hicache_sidecar.engine import status
+from hicache_sidecar.engine.book import Book
+from hicache_sidecar.engine.changes import Changes
+from hicache_sidecar.engine.context import Context
+from hicache_sidecar.engine.counters import Counters
+from hicache_sidecar.engine.direct import Direct
+from hicache_sidecar.engine.events import EventHub
+from hicache_sidecar.engine.fanout import FanOut, RankAnswer
+from hicache_sidecar.engine.link import HookLink
+from hicache_sidecar.engine.past import Past
+from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.restart import Restart
 from hicache_sidecar.engine.settings import EngineSettings
+from hicache_sidecar.engine.transact import Transactor
 
 RenderMetrics = Callable[["Coordinator", str], tuple[bytes, str]]
+
+FRESH_S = 1.0  # how long ?fresh=1 and the idle report wait for a rank; who is later is shown with its age
+HOOKS_SOCKET = "hooks.sock"
 
 
 class Coordinator:
     """Implements ``core.service.Service``."""
+
+    def __init__(self, ctx: Context, render_metrics: RenderMetrics | None = None) -> None:
+        self.ctx = ctx
+        self._render = render_metrics
+        self.changes = Changes(ctx, Transactor(ctx))
+        self.direct = Direct(ctx, self.changes)
+        self.past = Past(ctx, self.changes)
+        self.restart = Restart(ctx, self.changes)
+        ctx.registry.on_session.append(self._show_session)
+
+    @property
+    def registry(self) -> Registry:
+        """Who is connected."""
+        return self.ctx.registry
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers since the start."""
+        return self.ctx.counters
+
+    @property
+    def engine_id(self) -> str | None:
+        """The engine that this sidecar serves, once known."""
+        return self.ctx.registry.engine_id
+
+    # ---- requests
+
+    async def handle(self, request: api.ApiRequest, actor: Actor, progress: Progress) -> api.Document:
+        """Authorise, run, answer; see ``core.service``."""
+        authorize(actor, request)
+        match request:
+            case api.StatusRequest():
+                if request.fresh:
+                    await self.ctx.refresh(FRESH_S)
+                return self.ctx.status()
+            case api.IdleRequest():
+                return await self._idle()
+            case api.RanksRequest():
+                return status.ranks_document(self.ctx.registry)
+            case api.BackendsRequest():
+                return await self._backends()
+            case api.AttachRequest() | api.DetachRequest() | api.PolicyRequest():
+                return await self.changes.change(request, actor, progress)
+            case api.BypassRequest():
+                return await self.direct.bypass(request)
+            case api.ClearRequest():
+                return await self.direct.clear(request, actor, progress)
+            case api.DrainRequest():
+                return await self.direct.drain(request, actor, progress)
+            case api.ResumeRequest():
+                return await self.direct.resume()
+            case api.OperationsRequest():
+                return self.past.operations(request)
+            case api.CancelRequest():
+                return await self.past.cancel(request)
+            case api.HistoryRequest():
+                return self.past.history()
+            case api.RollbackRequest():
+                return await self.past.rollback(request, actor, progress)
+            case api.ResolveRequest():
+                return await self.past.resolve(request, actor, progress)
+            case api.WatchRequest():
+                raise InvalidRequest("watch is a stream: the transport serves it")
+
+    async def _idle(self) -> api.IdleDocument:
+        if not self.ctx.registry.live:
+            self.ctx.require_engine()
+        await self.ctx.refresh(FRESH_S)
+        return status.idle_document(self.ctx.registry)
+
+    async def _backends(self) -> api.BackendsDocument:
+        """Known backends as the ranks' hosts know them; what is missing on any rank is missing."""
+        ctx = self.ctx
+        if not ctx.registry.live:
+            ctx.require_engine()
+        answers = await ctx.ask_all(Describe(), trio.current_time() + ctx.settings.validate_s)
+        return api.BackendsDocument(backends=_merge_backends(answers))
+
+    def watch(self, request: api.WatchRequest, actor: Actor) -> AsyncIterator[api.EventDocument]:
+        """A snapshot, then numbered events, until the caller closes the iterator."""
+        authorize(actor, request)
+        return self.ctx.hub.follow(lambda: dict(msgspec.to_builtins(self.ctx.status())), request.last_event_id)
+
+    # ---- health
+
+    def live(self) -> dict[str, Any]:
+        """/healthz: the loop turns."""
+        return {"live": True, "version": __version__}
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """/readyz: topology complete and recovery ended, with the reasons when not."""
+        registry = self.ctx.registry
+        facts: dict[str, Any] = {
+            "expected_ranks": registry.expected,
+            "missing_ranks": registry.missing_ranks,
+            "recovering": self.ctx.recovering,
+        }
+        if not registry.complete:
+            facts["reason"] = "ranks are missing" if registry.live else "no rank is connected"
+        elif self.ctx.recovering:
+            facts["reason"] = self.ctx.recovering
+        return registry.complete and not self.ctx.recovering, facts
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """/metrics: body and content type."""
+        if self._render is None:
+            return b"", "text/plain; charset=utf-8"
+        return self._render(self, accept)
+
+    def _show_session(self, session: Session) -> None:
+        self.ctx.hub.publish(
+            "rank",
+            rank=session.rank,
+            role=session.hello.role,
+            pid=session.hello.pid,
+            epoch=session.hello.epoch,
+            connected=session.alive,
+            why=session.why_lost,
+        )
+
+
+def _merge_backends(answers: dict[int, RankAnswer]) -> list[dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for rank, told in answers.items():
+        if told.answer is None or told.error is not None:
+            continue
+        for entry in (told.answer.data or {}).get("backends", []):
+            name = str(entry.get("name"))
+            have = merged.setdefault(name, dict(entry))
+            if not entry.get("available", True) and have.get("available", True):
+                have["available"] = False
+                have["missing"] = f"rank {rank}: {entry.get('missing') or 'not available'}"
+    return [merged[name] for name in sorted(merged)]
 
 
 async def serve(
     *,
     runtime_dir: Path,
     engine_id: str | None,
-    journal: Any,
+    journal: Book,
     settings: EngineSettings | None = None,
     render_metrics: RenderMetrics | None = None,
     task_status: trio.TaskStatus[Coordinator] = trio.TASK_STATUS_IGNORED,
@@ -41,5 +199,32 @@ async def serve(
         engine_id: the engine to serve; None lets the first hello bind it.
         journal: an opened ``store.journal.Journal``.
         render_metrics: makes the body of /metrics.
+
+    Raises:
+        OSError: the socket cannot be bound.
+        JournalFailed: a write or fsync failed; the process must end, the next start recovers.
     """
-    raise NotImplementedError("first the contract; the body follows in the next commits")
+    settings = settings or EngineSettings()
+    counters = Counters()
+    link = HookLink(counters)
+    registry = Registry(
+        link=link, settings=settings, counters=counters, engine_id=engine_id, sidecar_version=__version__
+    )
+    async with trio.open_nursery() as nursery:
+        ctx = Context(
+            registry=registry,
+            fanout=FanOut(link),
+            book=journal,
+            settings=settings,
+            counters=counters,
+            hub=EventHub(counters),
+            nursery=nursery,
+        )
+        coordinator = Coordinator(ctx, render_metrics)
+        path = runtime_dir / HOOKS_SOCKET
+        await nursery.start(lambda task_status: link.serve(  # start passes task_status by keyword
+            path, mode=settings.socket_mode, allow_uids=settings.allow_uids, task_status=task_status
+        ))  # fmt: skip
+        nursery.start_soon(registry.watch)
+        nursery.start_soon(coordinator.restart.run)
+        task_status.started(coordinator)

@@ -115,6 +115,7 @@ class Drive:
         self._session_ids = {r: registry.ranks[r].id for r in move.participants if r in registry.ranks}
         self._started: dict[str, float] = {}
         self._errors: dict[int, HicacheError] = {}
+        self._lost_ranks: set[int] = set()
         wait = move.mode == "strict" and move.wait_s > 0
         self.rec, self._first = coord_start(
             move.n, frozenset(move.participants), drain=move.mode == "drain", hot=move.mode == "hot", wait=wait
@@ -424,6 +425,7 @@ class Drive:
                     self.senders.again(rank)
 
     def _lost(self, rank: int, reason: str, detail: str) -> None:
+        self._lost_ranks.add(rank)
         self._errors.setdefault(rank, PrepareFailed(detail, details={"reason": reason, "rank": rank}))
         self.job.result(rank, False, detail)
         self._post(CoordEvent(See.LOST, rank=rank, detail=detail))
@@ -438,6 +440,10 @@ class Drive:
             self.outcome.freeze_ms += took_ms
         elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
             self.outcome.commit_ms += took_ms
+
+    def lost_processes(self) -> dict[int, tuple[int, int, str]]:
+        """Participants whose process was lost during the operation, and who it was."""
+        return {r: self._process[r] for r in self._lost_ranks if r in self._process}
 
     def not_final(self) -> frozenset[int]:
         """Participants that are not on B by their last report."""

@@ -160,10 +160,17 @@ def rank_status(registry: Registry, session: Session) -> api.RankStatus:
 
 
 def status_document(
-    registry: Registry, desired: tuple[TargetState, int] | None, digest: str, running: Job | None, warnings: list[str]
+    registry: Registry,
+    desired: tuple[TargetState, int] | None,
+    digest: str,
+    running: Job | None,
+    warnings: list[str],
+    quarantined: str = "",
 ) -> api.StatusDocument:
-    """GET /hicache/storage-backend."""
+    """GET /hicache/storage-backend. ``quarantined`` says why the desired config must not be tried again (F19)."""
     state, reason = overall(registry, running)
+    if quarantined and state is State.DETACHED:
+        state, reason = State.QUARANTINED, quarantined
     live = registry.live
     first = next(iter(live.values())).report.state if live else EffectiveState()
     problems = [f"rank {s.rank}: {p}" for s in live.values() for p in s.hello.capabilities.problems]

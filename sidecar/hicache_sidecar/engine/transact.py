@@ -13,7 +13,7 @@ from hicache_proto import api
 from hicache_proto.errors import DeadlineExceeded, HicacheError, Inconsistent
 from hicache_proto.hooklink import SetView
 from hicache_proto.model import TargetState
-from hicache_sidecar.core.redaction import redact_text
+from hicache_sidecar.core.redaction import redact_config, redact_text
 from hicache_sidecar.engine import causes, status
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.drive import Drive, Move, Outcome
@@ -54,6 +54,7 @@ class Transactor:
         outcome = await drive.run()
         self._count_stalls(job)
         if not outcome.decided_b:
+            self._suspect(drive, digest if goal.target.backend is not None else "")
             return await self._not_b(job, goal, drive, outcome, diff or [], warnings or [], notes or [])
         ctx.digest, ctx.split = digest, ""
         ctx.hub.publish("state", revision=job.n, backend=goal.target.backend, operation_id=job.id)
@@ -174,6 +175,11 @@ class Transactor:
             await self._record_a(job, {"error": _clean_body(job, error)}, error.message)
         raise error
 
+    def _suspect(self, drive: Drive, digest: str) -> None:
+        """Remember who was lost in this attempt: a new process in its place proves that the config killed it (F19)."""
+        for rank, process in drive.lost_processes().items():
+            self.ctx.suspects[rank] = digest, process
+
     def _stuck(self, drive: Drive) -> dict[int, str]:
         """Participants that are known not to be back on A."""
         ranks = self.ctx.registry.ranks
@@ -232,7 +238,7 @@ class Transactor:
     def _tell_frontends(self, target: TargetState) -> None:
         """The processes that answer the engine's own HTTP API follow (they hold no state of ours)."""
         ctx = self.ctx
-        shown = msgspec.structs.replace(target, extra_config=status.redact_config(target.extra_config))
+        shown = msgspec.structs.replace(target, extra_config=redact_config(target.extra_config))
         deadline = trio.current_time() + ctx.settings.call_s
         for session in ctx.registry.frontends.values():
             ctx.nursery.start_soon(ctx.fanout.ask_one, -1, session.id, 0, SetView(target=shown), deadline)
