@@ -19,10 +19,10 @@ leaves messages in the scheduler's inbox and wakes it.
 """
 
 import logging
-import math
 import os
 import secrets
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +33,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hicache_hooks.faults import FaultError, Faults, LinkCut
 from hicache_hooks.leases import Clock, monotonic
+from hicache_hooks.session import Session
 from hicache_proto.errors import HicacheError, Internal
 from hicache_proto.hooklink import (
-    HEARTBEAT_S,
     MAX_LINK_BYTES,
     Answer,
     Call,
@@ -57,12 +57,7 @@ log = logging.getLogger(__name__)
 
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
-WELCOME_S = 2.0  # a sidecar that runs answers in milliseconds
-BACKOFF_FIRST_S = 0.05
-BACKOFF_MAX_S = 5.0
-HEARTBEAT_RANGE_S = (0.05, 60.0)
-MAX_WAIT_S = 5.0  # no wait is longer, whatever the state says
-REWAKE_S = 0.25  # a scheduler that did not act on a passed lease is woken again after this
+TROUBLE_PAUSE_S = 0.2  # after a defect of ours, so that it cannot spin
 DRAIN_BATCH = 64  # messages per turn, so that heartbeats are not starved
 SEND_HWM = 256
 GOODBYE_LINGER_MS = 200  # the only message that may outlive its socket
@@ -110,16 +105,7 @@ class LinkAgent:
         self._thread: threading.Thread | None = None
         self.counts: Counter[str] = Counter()
         # Agent thread only, from here on:
-        self._session = ""
-        self._said_hello = False
-        self._welcomed = False
-        self._lived = False
-        self._hello_at = 0.0
-        self._welcome_by = 0.0
-        self._next_beat = 0.0
-        self._backoff_s = 0.0
-        self._heartbeat_s = HEARTBEAT_S
-        self._told: tuple[float | None, float] = (None, 0.0)  # deadline that was passed on, and when
+        self._session = Session()
         self._last_refusal = ""
 
     # ------------------------------------------------------------------ any thread
@@ -141,12 +127,12 @@ class LinkAgent:
     @property
     def session(self) -> str:
         """The present session id; empty before the first hello."""
-        return self._session
+        return self._session.id
 
     @property
     def connected(self) -> bool:
         """True while the sidecar has welcomed this session."""
-        return self._welcomed
+        return self._session.welcomed
 
     def answer(
         self,
@@ -179,7 +165,7 @@ class LinkAgent:
 
     def notice(self, kind: str, detail: str = "") -> None:
         """Queue a notice in the present session."""
-        session = self._session
+        session = self._session.id
         self._post(session, lambda: Notice(session=session, kind=kind, report=self._report(), detail=detail), None)
 
     def changed(self) -> None:
@@ -221,11 +207,8 @@ class LinkAgent:
     def _trouble(self, what: str, error: Exception) -> None:
         self.counts["troubles"] += 1
         log.warning("link to the sidecar, %s: %s: %s; starting again", what, type(error).__name__, error)
-        self._new_session(self._clock())
-        self._back_off(self._clock())
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        poller.poll(int(max(self._backoff_s, BACKOFF_FIRST_S) * 1000))
+        self._session.renew(self._clock())
+        time.sleep(TROUBLE_PAUSE_S)
 
     def _connected_life(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """One socket's life. Returns when told to stop; ``LinkCut`` starts another."""
@@ -241,7 +224,7 @@ class LinkAgent:
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             monitor.setsockopt(zmq.LINGER, 0)
             socket.connect(self._endpoint)
-            self._new_session(self._clock())
+            self._session.renew(self._clock())
             self._turns(socket, monitor)
         except LinkCut as cut:
             self.counts["cuts"] += 1
@@ -257,9 +240,9 @@ class LinkAgent:
         poller.register(self._wake_fd, zmq.POLLIN)
         while True:
             now = self._clock()
-            hello_due = not self._said_hello and now >= self._hello_at
+            hello_due = self._session.hello_due(now)
             poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if hello_due else 0))
-            ready = dict(poller.poll(self._timeout_ms(now)))
+            ready = dict(poller.poll(self._session.timeout_ms(now, self._deadline())))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             now = self._clock()
@@ -269,52 +252,25 @@ class LinkAgent:
                 self._receive(socket)
             if self._stopping:
                 self._flush(socket)
-                if self._said_hello:
-                    self._send(socket, Goodbye(session=self._session, reason=self._goodbye))
+                if self._session.said_hello:
+                    self._send(socket, Goodbye(session=self._session.id, reason=self._goodbye))
                 return
-            if hello_due and not self._said_hello and ready.get(socket, 0) & zmq.POLLOUT:
+            if hello_due and self._session.hello_due(now) and ready.get(socket, 0) & zmq.POLLOUT:
                 self._say_hello(socket, now)
             self._flush(socket)
             self._beat(socket, now)
-            self._look_at_deadline(now)
-            if self._said_hello and not self._welcomed and now >= self._welcome_by:
+            if self._session.deadline_due(now, self._deadline()):
+                self._on_deadline()
+            if self._session.unwelcome(now):
                 self.counts["no_welcome"] += 1
-                self._new_session(now)
-                self._back_off(now)
-
-    def _timeout_ms(self, now: float) -> int:
-        times = [now + MAX_WAIT_S]
-        if not self._said_hello:
-            if self._hello_at > now:
-                times.append(self._hello_at)
-        elif not self._welcomed:
-            times.append(self._welcome_by)
-        else:
-            times.append(self._next_beat)
-        deadline = self._deadline()
-        if deadline is not None:
-            told, at = self._told
-            times.append(at + REWAKE_S if told == deadline else deadline)
-        return max(0, math.ceil((min(times) - now) * 1000))
+                self._session.back_off(now)
 
     # -- sessions
 
-    def _new_session(self, now: float) -> None:
-        self._said_hello = self._welcomed = False
-        self._hello_at = now
-        if self._lived:
-            self._backoff_s = 0.0
-        self._lived = False
-
-    def _back_off(self, now: float, at_least_s: float = 0.0) -> None:
-        self._hello_at = now + max(at_least_s, self._backoff_s)
-        self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * self._backoff_s))
-
     def _say_hello(self, socket: "zmq.Socket[bytes]", now: float) -> None:
-        self._session = secrets.token_hex(8)
-        if self._send(socket, self._hello(self._session)):
-            self._said_hello = True
-            self._welcome_by = now + WELCOME_S
+        self._session.id = secrets.token_hex(8)
+        if self._send(socket, self._hello(self._session.id)):
+            self._session.hello_sent(now)
             self.counts["hellos"] += 1
 
     def _read_monitor(self, monitor: "zmq.Socket[bytes]", now: float) -> None:
@@ -323,9 +279,9 @@ class LinkAgent:
                 event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
                 return
-            if event["event"] == zmq.EVENT_DISCONNECTED and self._said_hello:
+            if event["event"] == zmq.EVENT_DISCONNECTED and self._session.said_hello:
                 self.counts["disconnects"] += 1
-                self._new_session(now)
+                self._session.renew(now)
 
     # -- receiving
 
@@ -343,7 +299,7 @@ class LinkAgent:
                 self.counts["malformed"] += 1
                 log.debug("dropped a message: %s", error)
                 continue
-            if message.session != self._session or not self._said_hello:
+            if message.session != self._session.id or not self._session.said_hello:
                 self.counts["foreign"] += 1
                 continue
             self._on_message(message)
@@ -352,22 +308,17 @@ class LinkAgent:
         now = self._clock()
         match message:
             case Welcome(heartbeat_s=seconds):
-                low, high = HEARTBEAT_RANGE_S
-                self._heartbeat_s = min(high, max(low, seconds)) if math.isfinite(seconds) else HEARTBEAT_S
-                self._welcomed = True
+                self._session.welcome(now, seconds)
                 self._last_refusal = ""
-                self._next_beat = now + self._heartbeat_s
             case Refused(error=error, retry_s=seconds):
                 self.counts["refused"] += 1
                 if error.message != self._last_refusal:
                     log.error("the sidecar refuses this rank: %s", error.message)
                     self._last_refusal = error.message
-                self._new_session(now)
-                self._back_off(now, min(60.0, max(0.1, seconds)) if math.isfinite(seconds) else BACKOFF_MAX_S)
+                self._session.refused(now, seconds)
             case Rehello():
                 self.counts["rehellos"] += 1
-                self._new_session(now)
-                self._back_off(now)
+                self._session.back_off(now)
             case Call():
                 self._take(message)
 
@@ -388,7 +339,7 @@ class LinkAgent:
     def _flush(self, socket: "zmq.Socket[bytes]") -> None:
         while self._out:
             session, make, call = self._out.popleft()
-            if session != self._session or not self._said_hello:
+            if session != self._session.id or not self._session.said_hello:
                 self.counts["stale_answers"] += 1
                 continue
             try:
@@ -402,12 +353,10 @@ class LinkAgent:
                 log.warning("answer: %s", error)
 
     def _beat(self, socket: "zmq.Socket[bytes]", now: float) -> None:
-        if not self._welcomed or (not self._beat_now and now < self._next_beat):
+        if not self._session.beat_due(now, self._beat_now):
             return
-        self._lived = self._lived or not self._beat_now
-        self._beat_now = False
-        self._next_beat = now + self._heartbeat_s
-        self._send(socket, Heartbeat(session=self._session, report=self._report()))
+        self._beat_now = False  # before the report is read: a later change beats again
+        self._send(socket, Heartbeat(session=self._session.id, report=self._report()))
 
     def _send(self, socket: "zmq.Socket[bytes]", message: HookMessage) -> bool:
         try:
@@ -433,12 +382,3 @@ class LinkAgent:
         error = Internal(f"the answer cannot be sent: {why}", details={"reason": "unsendable"}).body()
         plain = msgspec.structs.replace(message, ok=False, error=error, plan=None, data=None)
         return encode(plain)
-
-    def _look_at_deadline(self, now: float) -> None:
-        deadline = self._deadline()
-        if deadline is None or now < deadline:
-            return
-        told, at = self._told
-        if told != deadline or now >= at + REWAKE_S:
-            self._told = (deadline, now)
-            self._on_deadline()

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import msgspec
 
@@ -35,7 +34,9 @@ from hicache_hooks.faults import Faults
 from hicache_hooks.gate import Gate, operation_hold
 from hicache_hooks.idle import IdleGate
 from hicache_hooks.leases import Clock, Lease, checked_s
-from hicache_hooks.verdict import Facts, verdict
+from hicache_hooks.sets import Sets
+from hicache_hooks.verdict import Facts
+from hicache_hooks.waiting import Outbox, Waiting
 from hicache_hooks.world import Injector, WorldCommand
 from hicache_proto.errors import HicacheError, Internal, PrepareFailed, Quarantined
 from hicache_proto.hooklink import Call, Commit, Finalize, Freeze, Prepare, Thaw, Undo
@@ -45,21 +46,8 @@ from hicache_proto.transaction import Do, On, RankEvent, RankPhase, RankRecord, 
 log = logging.getLogger(__name__)
 
 BACKFILL_SLICE_S = 0.0005  # per scheduler pass: a decode step takes tens of milliseconds
-MAX_WAITING = 64  # calls that wait for a state; a coordinator repeats about once a second
 
 _HELD = (RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
-
-
-class Outbox(Protocol):
-    """Where answers go; every method returns at once and may be called from any thread."""
-
-    def answer(
-        self, call: Call, *, ok: bool, error: HicacheError | None = None, stall_us: int | None = None
-    ) -> None: ...
-
-    def notice(self, kind: str, detail: str = "") -> None: ...
-
-    def changed(self) -> None: ...
 
 
 class View(msgspec.Struct, frozen=True):
@@ -92,7 +80,6 @@ class RankTransaction:
         self._idle = idle
         self._world = world
         self._builder = builder
-        self._closer = closer
         self._out = outbox
         self._clock = clock
         self._faults = faults
@@ -104,15 +91,10 @@ class RankTransaction:
         self._lease_s: dict[Do, float] = {}
         self._drain = False
         self._built: Built | None = None  # finished, being back-filled
-        self._new: list[object] = []  # B's set while it is ours: 0 or 1 item, for any object may be a set
-        self._old: list[object] = []  # A's set from SWAP to RETIRE_OLD
-        self._publish: list[object] = []  # installed, publication still owed
         self._facts = Facts()
-        self._stall_us: dict[str, int] = {}
         # Across operations:
-        self._waiting: list[Call] = []
-        self._stuck: dict[int, tuple[str, ...]] = {}  # close ticket -> threads
-        self._undo_error = ""
+        self._waiting = Waiting(outbox)
+        self._sets = Sets(adapter, closer)
         self._depth = 0
 
     # ------------------------------------------------------------------ entries
@@ -120,15 +102,13 @@ class RankTransaction:
     def on_call(self, call: Call) -> None:
         """A transaction message. Answered now or later, exactly once."""
         with self._step(call.phase):
-            self._waiting.append(call)
+            self._waiting.add(call)
             try:
                 self._faults.hit(call.phase, "before_apply")
                 self._receive(call)
                 self._faults.hit(call.phase, "after_apply")
             except Exception as error:
-                self._fail(call, error)
-            while len(self._waiting) > MAX_WAITING:
-                self._fail(self._waiting[0], Internal("too many calls wait here", details={"reason": "superseded"}))
+                self._waiting.fail(call, error)
 
     def on_built(self, built: Built) -> None:
         """The builder ended."""
@@ -143,13 +123,7 @@ class RankTransaction:
     def on_closed(self, closed: Closed) -> None:
         """An attempt to close a set ended."""
         with self._step("close"):
-            if closed.stuck:
-                self._stuck[closed.ticket] = closed.stuck
-            else:
-                self._stuck.pop(closed.ticket, None)
-            if closed.ticket == self._facts.retiring:
-                self._facts.retiring = None
-                self._facts.retire_stuck = closed.stuck
+            self._sets.closed(closed)
 
     def execute(self, command: WorldCommand) -> None:
         """A command that the world's broadcast brought to this rank."""
@@ -214,15 +188,13 @@ class RankTransaction:
     def _prepare(self, call: Call, body: Prepare) -> None:
         self._lease_s[Do.ARM_PREPARED] = checked_s(body.prepared_s)
         if call.n > self.record.n and self.record.phase is RankPhase.NONE:
-            if self.view.quarantine:
-                raise Quarantined(self.view.quarantine, details={"reason": "restart_required"})
+            if self._sets.quarantine:
+                raise Quarantined(self._sets.quarantine, details={"reason": "restart_required"})
             if self._builder.busy is not None:
                 raise busy_error(self._builder.busy)
             self._target = body.target
-            self._stall_us.clear()
-            owed = self._facts.publish_error
+            self._waiting.new_operation()
             self._facts = Facts()
-            self._facts.publish_error = owed
         self._feed(On.PREPARE, call.n, hot=body.hot)
 
     def _inject(self, command: WorldCommand) -> None:
@@ -249,7 +221,7 @@ class RankTransaction:
                 self._commit(command)
             case "finalize":
                 self._feed(On.FINALIZE, n)
-                self._pay_publication()
+                self._sets.pay_publication(self.record.revision)
             case "undo":
                 if command.reason and n == self.record.n and self.record.phase is not RankPhase.NONE:
                     log.info("operation %d is undone: %s", n, command.reason)
@@ -296,7 +268,7 @@ class RankTransaction:
         self._feed(On.BUILT, built.n)
         self._built = None
         if self.record.n == built.n and self.record.phase is RankPhase.PREPARED:
-            self._new = [built.result]
+            self._sets.park(built.result)
 
     def _backfilled(self) -> bool:
         return self._target.backend is None or self._adapter.backfill_slice(BACKFILL_SLICE_S)
@@ -356,7 +328,7 @@ class RankTransaction:
                 return self._build()
             case Do.CLOSE_BUILT:
                 if self._built is not None:
-                    self._closer.close(self._built.result)
+                    self._sets.close(self._built.result)
             case Do.ARM_PREPARED:
                 self._lease.arm(self._lease_s[action])
             case Do.ARM_FREEZE | Do.ARM_IN_DOUBT:
@@ -372,13 +344,13 @@ class RankTransaction:
             case Do.SWAP_BACK:
                 self._swap_back()
             case Do.DROP_NEW:
-                self._let_go(self._new)
+                self._sets.drop_new()
             case Do.RETIRE_OLD:
-                self._facts.retiring = self._let_go(self._old)
+                self._sets.retire_old()
             case Do.PUBLISH:
-                self._publish, self._new = self._new, []
+                self._sets.owe_publication()
             case Do.BYPASS:
-                self._bypass()
+                self._sets.bypass()
         return True
 
     def _build(self) -> bool:
@@ -401,7 +373,7 @@ class RankTransaction:
 
     def _swap(self) -> bool:
         try:
-            self._old = [self._adapter.swap(self._new[0])]
+            self._sets.swap()
         except Exception as error:
             log.exception("operation %d: the swap failed", self.record.n)
             self._facts.commit_error = Internal(
@@ -413,37 +385,10 @@ class RankTransaction:
 
     def _swap_back(self) -> None:
         try:
-            self._new = [self._adapter.swap_back(self._old[0])]
-            self._old = []
-        except Exception as error:
-            log.exception("operation %d: swapping back failed; the rank is quarantined", self.record.n)
-            self._undo_error = f"undo_failed: operation {self.record.n}: {type(error).__name__}: {error}"
-            self._feed(On.UNDO_FAILED, self.record.n)
-
-    def _let_go(self, parked: list[object]) -> int | None:
-        """Close a set off-thread, once. In quarantine nobody knows which set is in use: close neither (F28)."""
-        if not parked or self.record.phase is RankPhase.QUARANTINED:
-            return None
-        return self._closer.close(parked.pop())
-
-    def _pay_publication(self) -> None:
-        """Publish after everything else of FINALIZE was done (F14, F117); a repeat of FINALIZE tries again."""
-        if not self._publish:
-            return
-        try:
-            self._adapter.publish(self._publish[0], self.record.revision)
-        except Exception as error:
-            log.exception("operation %d: publishing failed", self.record.n)
-            self._facts.publish_error = f"{type(error).__name__}: {error}"
-        else:
-            self._facts.publish_error = ""
-            self._publish = []
-
-    def _bypass(self) -> None:
-        try:
-            self._adapter.set_bypass(True)
+            self._sets.swap_back()
         except Exception:
-            log.exception("bypass could not be set")
+            log.exception("operation %d: swapping back failed; the rank is quarantined", self.record.n)
+            self._feed(On.UNDO_FAILED, self.record.n)
 
     # ------------------------------------------------------------------ steps and answers
 
@@ -458,36 +403,13 @@ class RankTransaction:
             yield
         finally:
             self._depth = 0
-            stall = (time.perf_counter_ns() - started) // 1000
-            self._stall_us[kind] = max(stall, self._stall_us.get(kind, 0))
-            self._settle()
+            self._waiting.stood_still(kind, time.perf_counter_ns() - started)
+            self._waiting.settle(self.record, self._facts, self._sets)
             self._show()
 
-    def _fail(self, call: Call, error: Exception) -> None:
-        if call not in self._waiting:
-            return
-        self._waiting.remove(call)
-        if not isinstance(error, HicacheError):
-            log.error("operation %d: %s: %s: %s", call.n, call.phase, type(error).__name__, error)
-            error = Internal(f"{type(error).__name__}: {error}", details={"reason": "step_failed"})
-        self._out.answer(call, ok=False, error=error, stall_us=self._stall_us.get(call.phase))
-
-    def _settle(self) -> None:
-        still = []
-        for call in self._waiting:
-            said = verdict(call, self.record, self._facts, self._undo_error)
-            if said is None:
-                still.append(call)
-            else:
-                error = said if isinstance(said, HicacheError) else None
-                self._out.answer(call, ok=error is None, error=error, stall_us=self._stall_us.get(call.phase))
-        self._waiting = still
-
     def _show(self) -> None:
-        stuck = sorted({name for names in self._stuck.values() for name in names})
-        quarantine = self._undo_error or (f"threads_stuck: {', '.join(stuck)}" if stuck else "")
-        notes = {"publish": self._facts.publish_error} if self._facts.publish_error else {}
-        view = View(self.record, self._lease.deadline, quarantine, notes)
+        notes = {"publish": self._sets.publish_error} if self._sets.publish_error else {}
+        view = View(self.record, self._lease.deadline, self._sets.quarantine, notes)
         if view != self.view:
             self.view = view
             self._out.changed()

@@ -6,6 +6,7 @@ docstring of ``hicache_proto.hooklink`` is the contract; each line there is a br
 
 from typing import Literal
 
+from hicache_hooks.sets import Sets
 from hicache_proto.errors import (
     DeadlineExceeded,
     HicacheError,
@@ -23,34 +24,25 @@ Verdict = Literal[True] | HicacheError | None
 class Facts:
     """What the table does not remember about the present operation. Written by the scheduler thread."""
 
-    __slots__ = (
-        "build_error",
-        "commit_error",
-        "publish_error",
-        "ran",
-        "refusal",
-        "retire_stuck",
-        "retiring",
-    )
+    __slots__ = ("build_error", "commit_error", "ran", "refusal")
 
     def __init__(self) -> None:
         self.build_error: dict[int, HicacheError] = {}
         self.commit_error: HicacheError | None = None
-        self.publish_error = ""
         self.ran: dict[str, tuple[int, int]] = {}  # last world command by kind: (n, round)
         self.refusal: HicacheError | None = None  # of the last idle test in FREEZE
-        self.retiring: int | None = None  # ticket of A's set while it is being closed
-        self.retire_stuck: tuple[str, ...] = ()
 
 
-def verdict(call: Call, rec: RankRecord, facts: Facts, undo_error: str) -> Verdict:
+def verdict(call: Call, rec: RankRecord, facts: Facts, sets: Sets) -> Verdict:
     """Read the answer to ``call`` off the present state."""
     if rec.phase is RankPhase.QUARANTINED:
-        return Quarantined(undo_error or "quarantined", details={"reason": "undo_failed"}, hint="restart the engine")
+        return Quarantined(
+            sets.undo_error or "quarantined", details={"reason": "undo_failed"}, hint="restart the engine"
+        )
     if call.n != rec.n:
         return _other_operation(call, rec)
     if rec.phase is RankPhase.NONE:
-        return _ended(call, rec, facts)
+        return _ended(call, rec, facts, sets)
     match call.phase:
         case "prepare":
             return None if rec.phase is RankPhase.PREPARING else True
@@ -83,12 +75,12 @@ def _other_operation(call: Call, rec: RankRecord) -> Verdict:
     return Internal(f"operation {call.n} was never prepared here", details={"reason": "unknown_operation"})
 
 
-def _ended(call: Call, rec: RankRecord, facts: Facts) -> Verdict:
+def _ended(call: Call, rec: RankRecord, facts: Facts, sets: Sets) -> Verdict:
     if call.phase == "undo":
         return _wrong(call, rec, "final") if rec.ended is Ended.FINAL else True
     match rec.ended:
         case Ended.FINAL:
-            return _final(facts) if call.phase == "finalize" else True
+            return _final(sets) if call.phase == "finalize" else True
         case Ended.EXPIRED:
             return DeadlineExceeded(f"operation {rec.n} ended here by its lease", details={"reason": "expired"})
         case _:
@@ -100,17 +92,17 @@ def _ended(call: Call, rec: RankRecord, facts: Facts) -> Verdict:
             return PrepareFailed(f"operation {rec.n} was undone", details={"reason": "undone"})
 
 
-def _final(facts: Facts) -> Verdict:
-    if facts.retiring is not None:
+def _final(sets: Sets) -> Verdict:
+    if sets.retiring:
         return None
-    if facts.publish_error:
+    if sets.publish_error:
         return Internal(
-            f"the engine's own view was not updated: {facts.publish_error}", details={"reason": "publish_failed"}
+            f"the engine's own view was not updated: {sets.publish_error}", details={"reason": "publish_failed"}
         )
-    if facts.retire_stuck:
+    if sets.retire_stuck:
         return Quarantined(
-            f"threads_stuck: {', '.join(facts.retire_stuck)}; the old backend stays open",
-            details={"reason": "threads_stuck", "threads": list(facts.retire_stuck)},
+            f"threads_stuck: {', '.join(sets.retire_stuck)}; the old backend stays open",
+            details={"reason": "threads_stuck", "threads": list(sets.retire_stuck)},
             hint="closing is tried again; restart the engine if it does not end",
         )
     return True
