@@ -10,6 +10,8 @@ leaves messages in the scheduler's inbox and wakes it.
 
 * A session starts with a hello under a fresh random id, sent when the socket becomes writable, which with
   IMMEDIATE=1 means: when a peer is there. So nothing old waits in a queue for a new sidecar (rule 5).
+* libzmq gives up for good on a peer that breaks its protocol, an oversized message for one. So every lost
+  connection gets a new socket, and one that finds no peer for a while is replaced too (F102).
 * No welcome in time, ``rehello``, ``refused`` or a lost connection start a new session, with a back-off that a
   session that lived resets. A sidecar that is away for good costs a reconnect attempt per second, no more.
 * A message that does not decode, or is of another session, is dropped and counted.
@@ -207,11 +209,10 @@ class LinkAgent:
     def _trouble(self, what: str, error: Exception) -> None:
         self.counts["troubles"] += 1
         log.warning("link to the sidecar, %s: %s: %s; starting again", what, type(error).__name__, error)
-        self._session.renew(self._clock())
         time.sleep(TROUBLE_PAUSE_S)
 
     def _connected_life(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """One socket's life. Returns when told to stop; ``LinkCut`` starts another."""
+        """One socket's life: until told to stop, or until the connection is lost, which the next socket mends."""
         socket = context.socket(zmq.DEALER)
         monitor = None
         try:
@@ -224,7 +225,10 @@ class LinkAgent:
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             monitor.setsockopt(zmq.LINGER, 0)
             socket.connect(self._endpoint)
-            self._session.renew(self._clock())
+            if self._session.said_hello:
+                self._session.back_off(self._clock())  # not at all after a session that lived
+            else:
+                self._session.renew(self._clock())
             self._turns(socket, monitor)
         except LinkCut as cut:
             self.counts["cuts"] += 1
@@ -232,6 +236,7 @@ class LinkAgent:
         finally:
             if monitor is not None:
                 socket.disable_monitor()
+                monitor.close(linger=0)
             socket.close(linger=GOODBYE_LINGER_MS if self._stopping else 0)
 
     def _turns(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
@@ -246,14 +251,16 @@ class LinkAgent:
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             now = self._clock()
-            if monitor in ready:
-                self._read_monitor(monitor, now)
+            if monitor in ready and self._lost(monitor):
+                return
             if ready.get(socket, 0) & zmq.POLLIN:
                 self._receive(socket)
             if self._stopping:
                 self._flush(socket)
                 if self._session.said_hello:
                     self._send(socket, Goodbye(session=self._session.id, reason=self._goodbye))
+                return
+            if self._session.unheard(now):
                 return
             if hello_due and self._session.hello_due(now) and ready.get(socket, 0) & zmq.POLLOUT:
                 self._say_hello(socket, now)
@@ -273,15 +280,15 @@ class LinkAgent:
             self._session.hello_sent(now)
             self.counts["hellos"] += 1
 
-    def _read_monitor(self, monitor: "zmq.Socket[bytes]", now: float) -> None:
+    def _lost(self, monitor: "zmq.Socket[bytes]") -> bool:
         while True:
             try:
                 event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
-                return
+                return False
             if event["event"] == zmq.EVENT_DISCONNECTED and self._session.said_hello:
                 self.counts["disconnects"] += 1
-                self._session.renew(now)
+                return True
 
     # -- receiving
 

@@ -291,6 +291,7 @@ class RankHook:
             for name in self.gate.expire():
                 log.warning("hold %s ended by its lease", name)
                 self.agent.notice("lease_end", f"hold {name}")
+                self.agent.changed()
         except Exception:
             log.exception("a scheduler pass failed")
 

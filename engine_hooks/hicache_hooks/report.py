@@ -48,13 +48,13 @@ class Reporter:
                 return otherwise
 
         adapter, record = self._adapter, view.record
-        state = ask("effective", adapter.effective, EffectiveState())
+        state = ask("effective", lambda: adapter.effective(), EffectiveState())
         fields: dict[str, Any] = {
-            "idle": ask("idle", adapter.idle_report, IdleReport()),
-            "usage": ask("usage", adapter.usage, {}),
-            "threads": ask("threads", adapter.threads, []),
+            "idle": ask("idle", lambda: adapter.idle_report(), IdleReport()),
+            "usage": ask("usage", lambda: adapter.usage(), {}),
+            "threads": ask("threads", lambda: adapter.threads(), []),
         }
-        layers = ask("layers", adapter.layers, {})
+        layers = ask("layers", lambda: adapter.layers(), {})
         left = None if view.lease_deadline is None else max(0.0, view.lease_deadline - self._clock())
         return RankReport(
             state=msgspec.structs.replace(state, revision=record.revision),

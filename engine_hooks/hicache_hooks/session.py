@@ -8,6 +8,7 @@ import math
 
 from hicache_proto.hooklink import HEARTBEAT_S
 
+UNHEARD_S = 10.0  # without a peer for this long: the socket may have given up for good, take another
 WELCOME_S = 2.0  # a sidecar that runs answers in milliseconds
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 5.0
@@ -54,6 +55,10 @@ class Session:
     def hello_due(self, now: float) -> bool:
         """True when a hello should go out as soon as the socket is writable."""
         return not self.said_hello and now >= self._hello_at
+
+    def unheard(self, now: float) -> bool:
+        """True when a hello has been due for long and no peer came."""
+        return not self.said_hello and now >= self._hello_at + UNHEARD_S
 
     def hello_sent(self, now: float) -> None:
         """Under ``id``."""

@@ -306,7 +306,7 @@ class RankTransaction:
         log.warning("operation %d: the lease ended in phase %s; back to the old state", n, phase)
         self._feed(On.LEASE_END, n)
         self._builder.cancel()
-        self._out.notice("lease_end", f"operation {n} in phase {phase}")
+        self._waiting.notice("lease_end", f"operation {n} in phase {phase}")
 
     # ------------------------------------------------------------------ the table and its actions
 
@@ -404,8 +404,8 @@ class RankTransaction:
         finally:
             self._depth = 0
             self._waiting.stood_still(kind, time.perf_counter_ns() - started)
+            self._show()  # before the answers: their reports are read by another thread
             self._waiting.settle(self.record, self._facts, self._sets)
-            self._show()
 
     def _show(self) -> None:
         notes = {"publish": self._sets.publish_error} if self._sets.publish_error else {}

@@ -2,6 +2,8 @@
 
 Every call is answered exactly once: when ``verdict`` can read the answer off the rank's state, or when its step
 raised. What is answered is never stored; a repeat is a new call that reads the present state (rule 5).
+Nothing leaves in the middle of a step: reports are read when a message is sent, on another thread, and must not
+show the state before the step. So answers and notices are kept until ``settle``, which its owner calls last.
 """
 
 import logging
@@ -37,6 +39,8 @@ class Waiting:
         self._out = out
         self._calls: list[Call] = []
         self._stall_us: dict[str, int] = {}
+        self._failed: list[tuple[Call, HicacheError]] = []
+        self._notices: list[tuple[str, str]] = []
 
     def add(self, call: Call) -> None:
         """One more; beyond the bound the oldest is answered at once."""
@@ -52,10 +56,20 @@ class Waiting:
         if not isinstance(error, HicacheError):
             log.error("operation %d: %s: %s: %s", call.n, call.phase, type(error).__name__, error)
             error = Internal(f"{type(error).__name__}: {error}", details={"reason": "step_failed"})
-        self._out.answer(call, ok=False, error=error, stall_us=self._stall_us.get(call.phase))
+        self._failed.append((call, error))
+
+    def notice(self, kind: str, detail: str) -> None:
+        """Tell the sidecar, once the step is over."""
+        self._notices.append((kind, detail))
 
     def settle(self, record: RankRecord, facts: Facts, sets: Sets) -> None:
         """Answer every call whose question the present state answers."""
+        failed, self._failed = self._failed, []
+        for call, failure in failed:
+            self._out.answer(call, ok=False, error=failure, stall_us=self._stall_us.get(call.phase))
+        notices, self._notices = self._notices, []
+        for kind, detail in notices:
+            self._out.notice(kind, detail)
         still = []
         for call in self._calls:
             said = verdict(call, record, facts, sets)
