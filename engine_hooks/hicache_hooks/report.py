@@ -16,7 +16,7 @@ from hicache_hooks.leases import Clock
 from hicache_hooks.transaction import View
 from hicache_proto.model import EffectiveState, IdleReport, RankReport
 
-ATTEMPTS = 3  # a swap lasts microseconds; a record that moves three times in a row is reported as it is
+ATTEMPTS = 3  # swaps and changes of a dictionary last microseconds; what moves three times in a row is said as it is
 
 
 class Reporter:
@@ -41,11 +41,17 @@ class Reporter:
         broken: dict[str, str] = {}
 
         def ask(name: str, question: Callable[[], Any], otherwise: Any) -> Any:
-            try:
-                return question()
-            except Exception as error:
-                broken[f"report.{name}"] = f"{type(error).__name__}: {error}"
-                return otherwise
+            why = ""
+            for _ in range(ATTEMPTS):
+                try:
+                    return question()
+                except RuntimeError as error:  # "changed size during iteration": the scheduler goes on meanwhile
+                    why = f"{type(error).__name__}: {error}"
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error}"
+                    break
+            broken[f"report.{name}"] = why
+            return otherwise
 
         adapter, record = self._adapter, view.record
         state = ask("effective", lambda: adapter.effective(), EffectiveState())
