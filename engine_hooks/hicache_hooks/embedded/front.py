@@ -1,4 +1,4 @@
-"""The engine's HTTP front: ``/generate``, ``/flush_cache``, ``/health``. JSON in, JSON out, errors too.
+"""The engine's HTTP front: generate, flush_cache, get_server_info, health. JSON in, JSON out, errors too.
 
 It holds no torch: it checks a request, picks a replica, and waits for the answer or for the caller to leave.
 """
@@ -60,6 +60,7 @@ class Front:
         routes = [
             Route("/generate", _answered(self.generate), methods=["POST"]),
             Route("/flush_cache", _answered(self.flush_cache), methods=["POST"]),
+            Route("/get_server_info", _answered(self.server_info), methods=["GET"]),
             Route("/health", _answered(self.health), methods=["GET"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _crash})
@@ -93,6 +94,11 @@ class Front:
                 hint="repeat with a longer timeout",
             )
         return _json(200, {"success": True, "message": "L1 and L2 are empty"})
+
+    async def server_info(self, request: Request) -> Response:
+        """The engine's options, and its storage configuration as each replica last published it."""
+        internal = [{"dp_rank": r.rank, **msgspec.to_builtins(r.view)} for r in self._router.replicas]
+        return _json(200, {**msgspec.to_builtins(self._options), **internal[0], "internal_states": internal})
 
     async def health(self, request: Request) -> Response:
         """200 when every replica serves."""

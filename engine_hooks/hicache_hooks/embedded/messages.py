@@ -7,6 +7,7 @@ routing id is ``<rank>.<epoch>``: whatever was meant for an earlier start of a r
 import msgspec
 
 from hicache_proto.errors import ErrorBody
+from hicache_proto.model import EffectiveState
 
 # ---- front -> scheduler
 
@@ -44,12 +45,29 @@ FrontMessage = Submit | Cancel | Flush | Stop
 # ---- scheduler -> front
 
 
+class StorageView(msgspec.Struct, frozen=True, omit_defaults=False):
+    """The engine's own view of its storage configuration; names are SGLang's, secrets are redacted."""
+
+    hicache_storage_backend: str | None = None
+    hicache_storage_backend_extra_config: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+    revision: int = 0
+
+
 class Up(msgspec.Struct, frozen=True, tag_field="type", tag="up"):
     """Ready to serve."""
 
     rank: int
     epoch: int
     pid: int
+    view: StorageView = StorageView()
+
+
+class Published(msgspec.Struct, frozen=True, tag_field="type", tag="published"):
+    """An operation ended: the process that answers HTTP shows the new configuration from now on (spec.md, "Status")."""
+
+    view: StorageView
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
@@ -79,11 +97,22 @@ class Flushed(msgspec.Struct, frozen=True, tag_field="type", tag="flushed"):
     blocked_by: dict[str, int] = {}
 
 
-RankMessage = Up | Done | Failed | Flushed
+RankMessage = Up | Published | Done | Failed | Flushed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_front = msgspec.msgpack.Decoder(FrontMessage)
 _from_rank = msgspec.msgpack.Decoder(RankMessage)
+
+
+def view_of(state: EffectiveState) -> StorageView:
+    """What the HTTP front shows of a rank's effective state."""
+    return StorageView(
+        hicache_storage_backend=state.backend,
+        hicache_storage_backend_extra_config=state.extra_config,
+        hicache_storage_prefetch_policy=state.prefetch_policy,
+        hicache_write_policy=state.write_policy,
+        revision=state.revision,
+    )
 
 
 def encode(message: FrontMessage | RankMessage) -> bytes:

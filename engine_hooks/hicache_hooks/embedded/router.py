@@ -31,6 +31,7 @@ class Replica:
     epoch: int = 0  # of the start that is expected or up
     up: bool = False
     pid: int = 0
+    view: messages.StorageView = field(default_factory=messages.StorageView)
     requests: dict[str, asyncio.Future[messages.Done]] = field(default_factory=dict)
     flushes: dict[int, asyncio.Future[messages.Flushed]] = field(default_factory=dict)
 
@@ -189,8 +190,10 @@ class Router:
             return  # an earlier start of a rank: its requests have failed already
         match message:
             case messages.Up():
-                replica.up, replica.pid = True, message.pid
+                replica.up, replica.pid, replica.view = True, message.pid, message.view
                 self.changed.set()
+            case messages.Published():
+                replica.view = message.view
             case messages.Done():
                 _resolve(replica.requests.get(message.rid), message)
             case messages.Flushed():
