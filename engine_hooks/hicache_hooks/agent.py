@@ -352,7 +352,9 @@ class LinkAgent:
             try:
                 if call is not None:
                     self._faults.hit(call.phase, "before_send")
-                self._send(socket, make())
+                self._beat_now = False  # cleared before the report is read: the answer says what a beat would
+                if not self._send(socket, make()):
+                    self._beat_now = True
                 if call is not None:
                     self._faults.hit(call.phase, "after_send")
             except FaultError as error:

@@ -6,7 +6,8 @@ dropped and counted (design.md, rule 5). Leases travel as durations, never as ti
 
 What a rank answers, and when. The truth is always ``said(report.op_n, report.op_phase, report.op_ended, n)``;
 ``ok`` says whether the rank is where the call wants it. Every call is answered, except when its session ends first.
-A heartbeat goes out right after every change of state, so a report may arrive before its answer.
+A heartbeat goes out right after every change of state that no answer carries at the same moment, so a report may
+arrive before its answer.
 
 ========  ==================================================  ================================================
 phase     answered                                            ``error`` when not ok (code, details.reason)
@@ -70,7 +71,7 @@ class RankHello(msgspec.Struct, frozen=True, tag_field="type", tag="rank_hello")
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag_field="type", tag="heartbeat"):
-    """Sent every ``heartbeat_s`` and right after every change of state."""
+    """Sent every ``heartbeat_s``, and right after a change of state that no answer carries."""
 
     session: str
     report: RankReport

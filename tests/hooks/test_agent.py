@@ -103,15 +103,17 @@ def test_a_whole_operation_over_the_link(endpoint: str, make: MakeRank) -> None:
 
 
 def test_a_change_of_state_is_told_at_once(endpoint: str, make: MakeRank) -> None:
-    """The next regular heartbeat is a minute away."""
+    """The next regular heartbeat is a minute away. An answer that says it already is not followed by a heartbeat."""
     with Router(endpoint, heartbeat_s=60) as sidecar:
-        make()
+        rank = make()
+        rank.adapter.build_gate = threading.Event()
         sidecar.welcome()
-        sidecar.ask(Hold(name="drain", hold_s=60))
-        sidecar.beat(holds=["drain"])
-        assert sidecar.ask(Release(name="drain")).data == {"released": True}
-        sidecar.beat(holds=[])
-        assert sidecar.ask(Release(name="drain")).data == {"released": False}
+        call = sidecar.call(Prepare(target=FILE, prepared_s=30), 1)
+        sidecar.beat(op_phase="preparing")
+        rank.adapter.build_gate.set()
+        assert sidecar.expect(Answer, call=call.call).report.op_phase == "prepared"
+        assert sidecar.ask(Freeze(round=1, freeze_s=5), 1).report.holds == ["operation-1"]
+        assert sidecar.ask(AskReport()).report.op_phase == "frozen"
 
 
 def test_stateless_calls(endpoint: str, make: MakeRank) -> None:
@@ -132,6 +134,10 @@ def test_stateless_calls(endpoint: str, make: MakeRank) -> None:
         assert sidecar.ask(Bypass(enabled=True)).data == {"was": False}
         assert sidecar.ask(AskReport()).report.state.bypass
         assert sidecar.ask(Bypass(enabled=False)).data == {"was": True}
+        assert sidecar.ask(Hold(name="drain", hold_s=60)).report.holds == ["drain"]
+        assert sidecar.ask(Release(name="drain")).data == {"released": True}
+        assert sidecar.ask(Release(name="drain")).data == {"released": False}
+        assert sidecar.ask(AskReport()).report.holds == []
         missing = sidecar.ask(ClearNamespace(namespace="light")).error
         assert missing is not None
         assert missing.code == "not_found"

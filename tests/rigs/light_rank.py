@@ -23,10 +23,12 @@ import secrets
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import zmq
 
 from hicache_hooks.faults import Faults
 from hicache_hooks.hook import RankHook
@@ -287,36 +289,50 @@ class LightAdapter:
 
 
 class LightLoop:
-    """One scheduler thread for any number of ranks."""
+    """One scheduler thread for any number of ranks; a pass costs what is due, not what is there."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._stopping = False
-        self.ranks: list[LightRank] = []
-        self.passes = 0
+        self._ready: deque[LightRank] = deque()
+        self._due: dict[LightRank, float] = {}  # when a rank wants its next turn, monotonic
         self._thread = threading.Thread(target=self._run, name="light-scheduler", daemon=True)
+
+    def add(self, rank: "LightRank") -> None:
+        """Before ``start``, or from any thread later."""
+        self._due = {**self._due, rank: 0.0}
+        self.wake(rank)
+
+    def remove(self, rank: "LightRank") -> None:
+        """Give it no more turns."""
+        self._due = {other: at for other, at in self._due.items() if other is not rank}
 
     def start(self) -> None:
         """Run."""
         self._thread.start()
 
-    def wake(self) -> None:
-        """End the present sleep."""
+    def wake(self, rank: "LightRank") -> None:
+        """End the present sleep for ``rank``."""
+        self._ready.append(rank)
         self._event.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop; the ranks are closed by their owner."""
         self._stopping = True
-        self.wake()
+        self._event.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._stopping:
             self._event.clear()
-            self.passes += 1
-            sleep_s = 1.0
-            for rank in list(self.ranks):
-                sleep_s = min(sleep_s, rank.turn())
+            now = time.monotonic()
+            turns = {rank for rank, at in self._due.items() if at <= now}
+            while self._ready:
+                turns.add(self._ready.popleft())
+            for rank in turns:
+                if rank in self._due:
+                    self._due[rank] = now + rank.turn()
+            sleep_s = min(self._due.values(), default=now + 1.0) - time.monotonic()
             if sleep_s > 0:
                 self._event.wait(sleep_s)
 
@@ -339,7 +355,7 @@ class LightRank:
     ) -> None:
         self._own_loop = loop is None
         self.loop = loop or LightLoop()
-        self.adapter = LightAdapter(identity, self.loop.wake)
+        self.adapter = LightAdapter(identity, self._wake)
         self.held = 0
         self.admitted = 0
         self._arrived = 0
@@ -353,9 +369,12 @@ class LightRank:
             faults=faults,
             **hook_options,
         )
-        self.loop.ranks.append(self)
+        self.loop.add(self)
         if self._own_loop:
             self.loop.start()
+
+    def _wake(self) -> None:
+        self.loop.wake(self)
 
     def turn(self) -> float:
         """One scheduler pass; how long the thread may sleep after it, in seconds."""
@@ -376,12 +395,12 @@ class LightRank:
     def request(self, count: int = 1) -> None:
         """``count`` requests arrive."""
         self._arrived += count
-        self.loop.wake()
+        self._wake()
 
     def set_counters(self, **counters: int) -> None:
         """Load or unload the fake engine."""
         self.adapter.counters.update(counters)
-        self.loop.wake()
+        self._wake()
 
     def facts(self) -> dict[str, Any]:
         """What a test looks at after the dust has settled."""
@@ -401,8 +420,8 @@ class LightRank:
         """Leave in good order."""
         if self._own_loop:
             self.loop.stop()
-        elif self in self.loop.ranks:
-            self.loop.ranks.remove(self)
+        else:
+            self.loop.remove(self)
         self.hook.close("test ends")
 
 
@@ -421,6 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-attach", action="store_true", help="capability attach=false")
     args = parser.parse_args(argv)
     loop = LightLoop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # one for all: a context has threads of its own
     incarnation = args.incarnation or secrets.token_hex(4)
     ranks = [
         LightRank(
@@ -431,6 +451,7 @@ def main(argv: list[str] | None = None) -> int:
             epoch=args.epoch,
             loop=loop,
             close_timeout_s=args.close_timeout,
+            context=context,
         )
         for dp in range(args.dp_rank, args.dp_rank + args.ranks)
     ]
@@ -450,6 +471,7 @@ def main(argv: list[str] | None = None) -> int:
     loop.stop()
     for rank in ranks:
         rank.close()
+    context.term()
     return 0
 
 
