@@ -111,6 +111,12 @@ class CacheController:
         request = self._requests.get(rid)
         return request is None or request.prefetch is None or self._prefetcher.ready(request.prefetch)
 
+    def fetching(self, rid: str) -> bool:
+        """True while a prefetch for the request is under way, whatever its policy says about waiting."""
+        request = self._requests.get(rid)
+        op = request.prefetch if request is not None else None
+        return op is not None and op.verdict is None and op.number in self._prefetcher.running
+
     def match_prefix(self, tokens: Sequence[int]) -> Match:
         """What L1 and L2 hold of ``tokens``; changes nothing."""
         return self._s.tree.match(tokens, split=False, use=False)

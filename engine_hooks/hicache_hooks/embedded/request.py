@@ -22,6 +22,7 @@ class Request:
     max_new_tokens: int
     ignore_eos: bool
     arrived: float = field(default_factory=time.monotonic)
+    begun: float = 0.0  # when it entered the queues: held requests arrive earlier
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     device_tokens: int = 0

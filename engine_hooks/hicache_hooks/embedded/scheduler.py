@@ -28,6 +28,9 @@ from hicache_proto.model import MANDATORY_COUNTERS, IdleReport
 
 Emit = Callable[[Done | Failed | Flushed], None]
 
+# best_effort never waits for a store. But a fetch that began a moment ago, in an engine with nothing else to do, would
+# then always be thrown away; so it may take as long as computing the same tokens would (0.25 s per 1024 measured).
+BEST_EFFORT_S_PER_TOKEN = 0.25 / 1024
 BUSY_POLL_S = 0.02  # a waiting request's prefetch budget may end without any event
 IDLE_POLL_S = 1.0  # heals a wake-up that was lost (F104); costs 0.01 % of a core
 
@@ -186,6 +189,7 @@ class Scheduler:
         return longest if hooked is None else min(longest, hooked)
 
     def _enqueue(self, request: Request) -> None:
+        request.begun = self._clock()
         self.cache.begin(request.rid, request.tokens)
         self.waiting.append(request)
 
@@ -195,7 +199,7 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) >= self._max_running:
                 break
-            if not self.cache.ready(request.rid):
+            if self._fetch_pays(request) or not self.cache.ready(request.rid):
                 continue
             need = pages_for(request.most_tokens, self._page_size)
             if self._reserved + need > self.pool.num_pages:
@@ -209,6 +213,13 @@ class Scheduler:
             self._start_from(request, admission)
             admitted = True
         return admitted
+
+    def _fetch_pays(self, request: Request) -> bool:
+        """best_effort: a fetch under way is still cheaper than computing."""
+        storage = self.cache.storage
+        if storage.bypassed or storage.knobs.prefetch_policy != "best_effort" or not self.cache.fetching(request.rid):
+            return False
+        return self._clock() - request.begun < request.prompt_tokens * BEST_EFFORT_S_PER_TOKEN
 
     def _start_from(self, request: Request, admission: Admission) -> None:
         request.pages = list(admission.pages)

@@ -3,10 +3,12 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.rigs.backends import BK, Fault
 from tests.unit.embedded.engines import Engine, text
 
 from hicache_hooks.embedded.adapter import EmbeddedAdapter
@@ -124,6 +126,44 @@ def test_another_model_never_reads_these_pages(tmp_path: Path) -> None:
     other.engine.idle()
     one.close()
     other.close()
+
+
+def test_best_effort_uses_a_fetch_that_is_quicker_than_computing(rig: Attached, tmp_path: Path) -> None:
+    engine = rig.engine
+    rig.move(file_target(tmp_path, policy="best_effort"))
+    prompt = text(13, 480)
+    expected = engine.generate(prompt)
+    engine.idle()
+    assert engine.flush().ok
+    fetched = engine.generate(prompt)
+    assert fetched.storage == 464
+    assert fetched.output == expected.output
+    engine.idle()
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_a_hanging_store_costs_a_bounded_wait(rig: Attached, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """F41, F80: the request is computed after its policy's patience; the fetch's pages come back when it ends."""
+    monkeypatch.setenv("HICACHE_DYNAMIC_BACKENDS", "tests.rigs.backends:BK")
+    engine, store = rig.engine, BK.rig(f"hang-{policy}")
+    config = {
+        "backend_name": "bk", "module_path": "tests.rigs.backends", "class_name": "BK",
+        "options": {"store": f"hang-{policy}"}, "prefetch_threshold": 16, "prefetch_timeout_max": 0.2,
+    }  # fmt: skip
+    rig.move(TargetState(backend="dynamic", extra_config=json.dumps(config), prefetch_policy=policy))
+    prompt = text(14, 240)
+    expected = engine.generate(prompt)
+    engine.idle()
+    assert engine.flush().ok
+    store.faults["batch_get"] = Fault(hang=True)
+    began = time.monotonic()
+    computed = engine.generate(prompt)
+    assert computed.output == expected.output
+    assert computed.storage == 0
+    assert time.monotonic() - began < 5.0
+    assert engine.scheduler.idle_report().counters["ongoing_prefetch"] == 1  # not idle while a thread may write (F27)
+    store.release.set()
+    engine.idle()
 
 
 def damage(directory: Path) -> int:
