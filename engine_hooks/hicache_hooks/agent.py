@@ -34,9 +34,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hicache_hooks.faults import FaultError, Faults, LinkCut
+from hicache_hooks.frames import frame_of
 from hicache_hooks.leases import Clock, monotonic
 from hicache_hooks.session import Session
-from hicache_proto.errors import HicacheError, Internal
+from hicache_proto.errors import HicacheError
 from hicache_proto.hooklink import (
     MAX_LINK_BYTES,
     Answer,
@@ -50,7 +51,6 @@ from hicache_proto.hooklink import (
     Rehello,
     Welcome,
     decode_from_sidecar,
-    encode,
     phase_of,
 )
 from hicache_proto.model import Plan, RankReport
@@ -101,6 +101,7 @@ class LinkAgent:
         self._pid = os.getpid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._out: deque[Outgoing] = deque(maxlen=4096)
+        self._jobs: deque[Callable[[], None]] = deque()
         self._beat_now = False
         self._stopping = False
         self._goodbye = ""
@@ -124,6 +125,7 @@ class LinkAgent:
         self._goodbye, self._stopping = reason, True
         self._signal()
         self._thread.join(timeout_s)
+        self._run_jobs()
         return not self._thread.is_alive()
 
     @property
@@ -174,6 +176,26 @@ class LinkAgent:
         """The rank's state changed: heartbeat now, and look at the deadline again."""
         self._beat_now = True
         self._signal()
+
+    def run_soon(self, job: Callable[[], None]) -> None:
+        """Run a short job on the agent thread: starting a thread, whose wait for the interpreter lock would stall
+        the scheduler by milliseconds. Without an agent thread it runs here and now."""
+        self._jobs.append(job)
+        if self._thread is None or not self._thread.is_alive() or os.getpid() != self._pid:
+            self._run_jobs()
+        else:
+            self._signal()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:  # another thread took it, while the agent was stopped
+                return
+            try:
+                job()
+            except Exception:
+                log.exception("a job failed")
 
     def _post(self, session: str, make: Callable[[], HookMessage], call: Call | None) -> None:
         self._out.append((session, make, call))
@@ -250,6 +272,7 @@ class LinkAgent:
             ready = dict(poller.poll(self._session.timeout_ms(now, self._deadline())))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+            self._run_jobs()
             now = self._clock()
             if monitor in ready and self._lost(monitor):
                 return
@@ -368,12 +391,10 @@ class LinkAgent:
         self._send(socket, Heartbeat(session=self._session.id, report=self._report()))
 
     def _send(self, socket: "zmq.Socket[bytes]", message: HookMessage) -> bool:
-        try:
-            frame = encode(message)
-        except (TypeError, ValueError, OverflowError, UnicodeEncodeError) as error:
-            frame = self._encode_failure(message, f"{type(error).__name__}: {error}")
-        if len(frame) > MAX_LINK_BYTES:
-            frame = self._encode_failure(message, f"message of {len(frame)} bytes")
+        frame, problem = frame_of(message)
+        if problem:
+            self.counts["unsendable"] += 1
+            log.error("cannot send a %s: %s", type(message).__name__, problem)
         if not frame:
             return False
         try:
@@ -382,12 +403,3 @@ class LinkAgent:
             self.counts["dropped_sends"] += 1
             return False
         return True
-
-    def _encode_failure(self, message: HookMessage, why: str) -> bytes:
-        self.counts["unsendable"] += 1
-        log.error("cannot send a %s: %s", type(message).__name__, why)
-        if not isinstance(message, Answer):
-            return b""
-        error = Internal(f"the answer cannot be sent: {why}", details={"reason": "unsendable"}).body()
-        plain = msgspec.structs.replace(message, ok=False, error=error, plan=None, data=None)
-        return encode(plain)

@@ -18,6 +18,14 @@ from hicache_proto.model import TargetState
 
 log = logging.getLogger(__name__)
 
+Launch = Callable[[Callable[[], None]], None]
+"""Runs a short job on a thread that may wait: ``LinkAgent.run_soon``."""
+
+
+def launch_here(job: Callable[[], None]) -> None:
+    """Run it in the caller: where no agent runs."""
+    job()
+
 
 class Built(msgspec.Struct, frozen=True):
     """A builder's end. ``result`` is the adapter's opaque set, meaningful when ``error`` is None."""
@@ -30,11 +38,14 @@ class Built(msgspec.Struct, frozen=True):
 class Builder:
     """The one builder of a rank. ``start`` and ``cancel`` are called on the scheduler thread."""
 
-    def __init__(self, adapter: EngineAdapter, done: Callable[[Built], None], faults: Faults) -> None:
-        """``done`` is called on the builder's thread, once per ``start``, and must not raise."""
+    def __init__(
+        self, adapter: EngineAdapter, done: Callable[[Built], None], faults: Faults, launch: Launch = launch_here
+    ) -> None:
+        """``done`` is called off the scheduler thread, once per ``start``, and must not raise."""
         self._adapter = adapter
         self._done = done
         self._faults = faults
+        self._launch = launch
         self._cancelled: threading.Event | None = None
         self._running_n: int | None = None  # written by both threads, each in one store
 
@@ -47,18 +58,23 @@ class Builder:
         """Start building for operation ``n``.
 
         Raises:
-            PrepareFailed: an older builder still runs, or no thread can be had.
+            PrepareFailed: an older builder still runs.
         """
         if self._running_n is not None:
             raise busy_error(self._running_n)
-        cancelled = threading.Event()
-        thread = threading.Thread(target=self._run, args=(n, target, cancelled), name=f"hicache-build-{n}", daemon=True)
-        self._running_n, self._cancelled = n, cancelled
+        self._running_n, self._cancelled = n, threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(n, target, self._cancelled), name=f"hicache-build-{n}", daemon=True
+        )
+        self._launch(lambda: self._begin(n, thread))
+
+    def _begin(self, n: int, thread: threading.Thread) -> None:
         try:
             thread.start()
         except RuntimeError as error:
             self._running_n = None
-            raise PrepareFailed(f"cannot start a builder thread: {error}", details={"reason": "no_thread"}) from error
+            message = f"cannot start a builder thread: {error}"
+            self._done(Built(n=n, error=PrepareFailed(message, details={"reason": "no_thread"})))
 
     def cancel(self) -> None:
         """Tell a running builder that nobody waits any more; it stops at its next look."""

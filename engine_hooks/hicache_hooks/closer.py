@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from hicache_hooks.adapter import EngineAdapter
+from hicache_hooks.builder import Launch, launch_here
 from hicache_hooks.faults import Faults
 
 log = logging.getLogger(__name__)
@@ -33,13 +34,19 @@ class Closer:
     """Sets on their way out. ``close`` is called on the scheduler thread."""
 
     def __init__(
-        self, adapter: EngineAdapter, done: Callable[[Closed], None], faults: Faults, timeout_s: float = CLOSE_S
+        self,
+        adapter: EngineAdapter,
+        done: Callable[[Closed], None],
+        faults: Faults,
+        timeout_s: float = CLOSE_S,
+        launch: Launch = launch_here,
     ) -> None:
-        """``done`` is called on closing threads after each attempt, and must not raise."""
+        """``done`` is called off the scheduler thread after each attempt, and must not raise."""
         self._adapter = adapter
         self._done = done
         self._faults = faults
         self._timeout_s = timeout_s
+        self._launch = launch
         self._tickets = 0
         self._leaving = threading.Event()
         self._threads: dict[int, threading.Thread] = {}
@@ -49,21 +56,23 @@ class Closer:
         self._tickets += 1
         ticket = self._tickets
         thread = threading.Thread(target=self._run, args=(ticket, parked), name=f"hicache-close-{ticket}", daemon=True)
-        self._threads = {key: t for key, t in self._threads.items() if t.is_alive()}
+        self._threads = {key: t for key, t in self._threads.items() if t.ident is None or t.is_alive()}
+        self._threads[ticket] = thread
+        self._launch(lambda: self._begin(ticket, thread))
+        return ticket
+
+    def _begin(self, ticket: int, thread: threading.Thread) -> None:
         try:
             thread.start()
-        except RuntimeError as error:  # out of threads: leave it open rather than block the scheduler
+        except RuntimeError as error:  # out of threads: it stays open, and is told as quarantine
             log.error("no thread to close a storage set with: %s", error)
             self._done(Closed(ticket, stuck=("no_thread",), error=str(error)))
-        else:
-            self._threads[ticket] = thread
-        return ticket
 
     def stop(self, timeout_s: float) -> None:
         """Give up retries and wait for running attempts, ``timeout_s`` seconds for each at most."""
         self._leaving.set()
         for thread in list(self._threads.values()):
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
     def _run(self, ticket: int, parked: object) -> None:

@@ -132,14 +132,14 @@ class RankHook:
             faults=self.faults,
             context=context,
         )
-        self._closer = Closer(adapter, self._post, self.faults, close_timeout_s)
+        self._closer = Closer(adapter, self._post, self.faults, close_timeout_s, self.agent.run_soon)
         world = injector or Alone()
         self.transaction = RankTransaction(
             adapter,
             gate=self.gate,
             idle=self.idle,
             world=world,
-            builder=Builder(adapter, self._post, self.faults),
+            builder=Builder(adapter, self._post, self.faults, self.agent.run_soon),
             closer=self._closer,
             outbox=self.agent,
             clock=clock,

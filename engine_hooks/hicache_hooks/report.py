@@ -13,7 +13,7 @@ import msgspec
 from hicache_hooks.adapter import EngineAdapter
 from hicache_hooks.gate import Gate
 from hicache_hooks.leases import Clock
-from hicache_hooks.transaction import View
+from hicache_hooks.verdict import View
 from hicache_proto.model import EffectiveState, IdleReport, RankReport
 
 ATTEMPTS = 3  # swaps and changes of a dictionary last microseconds; what moves three times in a row is said as it is

@@ -6,8 +6,8 @@ Theory of operation
 Every method here runs on the scheduler thread, inside ``RankHook.run_pending`` or ``execute_injected`` (rule 8).
 The agent thread posts calls and sends answers, the builder and closer threads post their results; none of them
 changes anything. A *step* is one entry from outside: it feeds events to the table, applies the actions in order,
-measures how long the scheduler stood still, then answers every waiting call whose question is settled and
-publishes a ``View`` for the other threads.
+measures how long the scheduler stood still, shows a new ``View`` to the other threads, and then answers every
+waiting call whose question is settled.
 
 * PREPARE starts a builder. Its result is kept aside while missing page hashes are computed in slices, one per
   scheduler pass, so that COMMIT finds none missing; only then BUILT is fed.
@@ -35,7 +35,7 @@ from hicache_hooks.gate import Gate, operation_hold
 from hicache_hooks.idle import IdleGate
 from hicache_hooks.leases import Clock, Lease, checked_s
 from hicache_hooks.sets import Sets
-from hicache_hooks.verdict import Facts
+from hicache_hooks.verdict import Facts, View
 from hicache_hooks.waiting import Outbox, Waiting
 from hicache_hooks.world import Injector, WorldCommand
 from hicache_proto.errors import HicacheError, Internal, PrepareFailed, Quarantined
@@ -48,15 +48,6 @@ log = logging.getLogger(__name__)
 BACKFILL_SLICE_S = 0.0005  # per scheduler pass: a decode step takes tens of milliseconds
 
 _HELD = (RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
-
-
-class View(msgspec.Struct, frozen=True):
-    """What other threads may know; replaced as a whole."""
-
-    record: RankRecord = RankRecord()
-    lease_deadline: float | None = None  # this process's clock
-    quarantine: str = ""
-    notes: dict[str, str] = {}
 
 
 class RankTransaction:
@@ -86,13 +77,11 @@ class RankTransaction:
         self._lease = Lease(clock)
         self.record = RankRecord()
         self.view = View()
-        # Of the present operation:
         self._target = TargetState()
         self._lease_s: dict[Do, float] = {}
         self._drain = False
         self._built: Built | None = None  # finished, being back-filled
         self._facts = Facts()
-        # Across operations:
         self._waiting = Waiting(outbox)
         self._sets = Sets(adapter, closer)
         self._depth = 0

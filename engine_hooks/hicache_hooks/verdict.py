@@ -6,6 +6,8 @@ docstring of ``hicache_proto.hooklink`` is the contract; each line there is a br
 
 from typing import Literal
 
+import msgspec
+
 from hicache_hooks.sets import Sets
 from hicache_proto.errors import (
     DeadlineExceeded,
@@ -19,6 +21,15 @@ from hicache_proto.hooklink import Call, Freeze, Thaw
 from hicache_proto.transaction import Ended, RankPhase, RankRecord
 
 Verdict = Literal[True] | HicacheError | None
+
+
+class View(msgspec.Struct, frozen=True):
+    """What other threads may know; replaced as a whole."""
+
+    record: RankRecord = RankRecord()
+    lease_deadline: float | None = None  # this process's clock
+    quarantine: str = ""
+    notes: dict[str, str] = {}
 
 
 class Facts:
