@@ -25,7 +25,7 @@ Duties of the coordinator's driver, on which the proof in tests/unit/transaction
 * an answer counts only in the phase, and for FREEZE in the round, that asked for it (rule 5); a heartbeat counts
   always, since a connection keeps its order;
 * before it feeds anything in COMMIT it looks at its clock and feeds DOUBT instead once the limit has passed (rule 4);
-* it feeds LOST when a hello no longer holds n; on entering FINALIZE or UNDO it feeds again what it knows as lost;
+* it feeds LOST when a hello no longer holds n, and again on entering a phase, since BEGIN and OUTCOME do not look;
 * OUTCOME A is durable before a client reads the answer, and before the next BEGIN;
 * after a restart B is decided only for leases that were asked for since (``lease_over`` of ``recover``).
 

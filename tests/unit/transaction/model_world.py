@@ -1,0 +1,508 @@
+"""Coordinator, journal, network and N model ranks; every step that can happen from a state.
+
+The network: a request, once sent, may be delivered at any later time, any number of times, in any order, or never,
+as long as its session lasts (that is loss, delay, duplicates and reordering in one). One reply per rank may be under
+way, delivered late or often. Ghost fields (``decided``, ``told``) remember facts for the invariants only.
+
+Time is left out but for what the rules use: a lease may end whenever its timer is armed, except that an in-doubt
+lease cannot end while the coordinator's clock still vouches for it (DOUBT not due: COMMIT's send time + in_doubt -
+margin lies before any rank's own end of lease).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.unit.transaction.model_rank import DOUBT_TIMER, NO_TIMER, Bad, Rank, apply, fresh, is_open, says
+
+from hicache_proto import transaction
+from hicache_proto.transaction import (
+    Act,
+    CoordEvent,
+    CoordPhase,
+    CoordRecord,
+    On,
+    RankEvent,
+    RankPhase,
+    Recovered,
+    Said,
+    See,
+)
+from hicache_sidecar.store import recovery
+
+Message = tuple[str, int, int]  # kind, n, round
+Tag = tuple[str, int, int]
+
+
+class Rules(NamedTuple):
+    """What is proved. A test that proves its teeth replaces one of these."""
+
+    rank_step: Callable[..., transaction.Step] = transaction.rank_step
+    coord_step: Callable[..., transaction.CoordStep] = transaction.coord_step
+    fence: bool = True  # rule 5: messages of an older session are dropped
+    tags: bool = True  # rule 5: replies of another phase or round are dropped
+    doubt: bool = True  # rule 4: the clock is looked at before the decision
+    vouch: bool = True  # rule 4 after a restart
+    wait_for_durable: bool = True  # rule 1: FINALIZE after the fsync, not beside it
+    seen_n: bool = True  # rule 6: n is above what the ranks showed
+    next_decision: Callable[..., recovery.Decision] = recovery.Recovery.next
+
+
+class Scenario(NamedTuple):
+    """How much may go wrong: budgets."""
+
+    ranks: int = 2
+    ops: int = 1
+    drain: bool = False
+    hot: bool = False
+    rounds: int = 1  # over 1: strict with time to wait
+    busy: bool = False
+    coord_crashes: int = 0
+    journal_losses: int = 0
+    rank_crashes: int = 0
+    rehellos: int = 0
+    swap_failures: int = 0
+    undo_failures: int = 0
+    build_failures: int = 0
+
+
+class Journal(NamedTuple):
+    """What is durable."""
+
+    pending: tuple[int, frozenset[int]] | None = None
+    revision: int = 0
+    last_n: int = 0
+
+
+class Reply(NamedTuple):
+    tag: Tag
+    said: Said
+    failed: bool = False
+    busy: bool = False
+
+
+class Recovering(NamedTuple):
+    """A restarted coordinator: per rank what it said, and whether its lease was asked for since."""
+
+    answers: tuple[tuple[Rank, bool] | None, ...]
+    waited: bool = False
+
+
+class World(NamedTuple):
+    """One state of everything. ``coord`` is None while the process is down, "idle" between operations."""
+
+    ranks: tuple[Rank, ...]
+    left: Scenario  # budgets that are left
+    coord: CoordRecord | Recovering | str | None = "idle"
+    fsync: str = ""
+    journal: Journal = Journal()
+    sent: tuple[frozenset[Message], ...] = ()
+    replies: tuple[Reply | None, ...] = ()
+    lost: frozenset[int] = frozenset()
+    doubt_due: bool = False
+    decided: frozenset[int] = frozenset()
+    told: frozenset[tuple[int, str]] = frozenset()
+
+
+Next = tuple[str, World]
+
+
+def start(scenario: Scenario) -> World:
+    n = scenario.ranks
+    return World(
+        ranks=(Rank(),) * n, left=scenario, sent=(frozenset(),) * n, replies=(None,) * n,
+    )  # fmt: skip
+
+
+def put(items: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]
+    return (*items[:index], value, *items[index + 1 :])
+
+
+def spend(w: World, name: str) -> World:
+    return w._replace(left=w.left._replace(**{name: getattr(w.left, name) - 1}))
+
+
+def tag_of(coord: object) -> Tag | None:
+    """What a reply must carry to count now."""
+    if not isinstance(coord, CoordRecord):
+        return None
+    match coord.phase:
+        case CoordPhase.PREPARE | CoordPhase.COMMIT | CoordPhase.UNDO:
+            return coord.phase.value, coord.n, 0
+        case CoordPhase.FREEZE:
+            return "freeze", coord.n, coord.round
+        case CoordPhase.FINALIZE | CoordPhase.CONVERGING:
+            return "finalize", coord.n, 0
+        case _:
+            return None
+
+
+# ------------------------------------------------------------------ coordinator
+
+
+def feed(rules: Rules, w: World, ev: CoordEvent) -> World:
+    """One event to the coordinator's table, and its actions."""
+    coord = w.coord
+    if not isinstance(coord, CoordRecord):
+        raise TypeError("no operation runs")
+    if rules.doubt and w.doubt_due and coord.phase is CoordPhase.COMMIT:
+        ev = CoordEvent(See.DOUBT)
+    rec, actions = rules.coord_step(coord, ev)
+    return act(rules, w._replace(coord=rec), actions)
+
+
+_SENDS = {
+    Act.SEND_PREPARE: "prepare",
+    Act.SEND_THAW: "thaw",
+    Act.SEND_FREEZE: "freeze",
+    Act.SEND_COMMIT: "commit",
+    Act.SEND_FINALIZE: "finalize",
+    Act.SEND_UNDO: "undo",
+}
+
+
+def act(rules: Rules, w: World, actions: tuple[Act, ...]) -> World:
+    rec = w.coord
+    if not isinstance(rec, CoordRecord):
+        raise TypeError("no operation runs")
+    for action in actions:
+        if action in _SENDS:
+            # The WAIT that follows a thaw has the round that it thaws.
+            message = (_SENDS[action], rec.n, rec.round if action in (Act.SEND_FREEZE, Act.SEND_THAW) else 0)
+            w = w._replace(sent=tuple(s | {message} if r in rec.participants else s for r, s in enumerate(w.sent)))
+            if action is Act.SEND_COMMIT:
+                w = w._replace(doubt_due=False)
+        elif action is Act.FSYNC_BEGIN:
+            w = w._replace(fsync="begin")
+        elif action is Act.FSYNC_OUTCOME_B:
+            for r in rec.participants:
+                # A rank that died is another incarnation: it counts as a no as soon as that is seen (rule 13).
+                if w.ranks[r].rec.n >= rec.n and says(w.ranks[r], rec.n) not in (Said.SWITCHED, Said.FINAL):
+                    raise Bad(f"B of {rec.n} is decided while rank {r} says {says(w.ranks[r], rec.n)}")
+            if not rules.wait_for_durable:
+                message = ("finalize", rec.n, 0)
+                w = w._replace(sent=tuple(s | {message} if r in rec.participants else s for r, s in enumerate(w.sent)))
+            w = w._replace(fsync="b")
+        elif action is Act.FINISH:
+            w = _finish(w, rec)
+    tag = tag_of(w.coord)
+    if rules.tags:
+        w = w._replace(replies=tuple(p if p is not None and p.tag == tag else None for p in w.replies))
+    return w
+
+
+def _finish(w: World, rec: CoordRecord) -> World:
+    journal = w.journal
+    if rec.outcome == "a" and journal.pending is not None and journal.pending[0] == rec.n:
+        journal = journal._replace(pending=None)  # durable before the client reads the answer
+    outcome = rec.outcome if rec.phase is CoordPhase.DONE else "converging"
+    if outcome == "a" and rec.n in w.decided:
+        raise Bad(f"the client hears A of {rec.n}, the journal said B")
+    return w._replace(
+        coord="idle", journal=journal, told=w.told | {(rec.n, outcome)}, lost=frozenset(), doubt_due=False
+    )
+
+
+def durable(rules: Rules, w: World, *, feed_it: bool = True) -> World:
+    """The fsync that is under way reaches the disk."""
+    rec = w.coord
+    if not isinstance(rec, CoordRecord):
+        raise TypeError("nothing is written")
+    if w.fsync == "begin":
+        journal = Journal((rec.n, rec.participants), w.journal.revision, rec.n)
+    else:
+        if (rec.n, "a") in w.told:
+            raise Bad(f"B of {rec.n} is recorded after a client heard A")
+        journal = Journal(None, rec.n, max(w.journal.last_n, rec.n))
+        w = w._replace(decided=w.decided | {rec.n})
+    w = w._replace(journal=journal, fsync="")
+    return feed(rules, w, CoordEvent(See.DURABLE)) if feed_it else w
+
+
+def begin(rules: Rules, w: World, participants: frozenset[int] | None = None) -> World:
+    """Start the next operation."""
+    seen = max(max(r.rec.n, r.rec.revision) for r in w.ranks) if rules.seen_n else 0
+    n = max(w.journal.last_n, seen) + 1
+    everyone = frozenset(range(len(w.ranks)))
+    rec, actions = transaction.coord_start(
+        n, participants or everyone, drain=w.left.drain, hot=w.left.hot, wait=w.left.rounds > 1
+    )
+    return act(rules, w._replace(coord=rec), actions)
+
+
+def crash(w: World) -> Iterator[Next]:
+    """SIGKILL of the sidecar: what was being written is there or not."""
+    rec = w.coord
+    dead = spend(w, "coord_crashes")._replace(coord=None, fsync="", lost=frozenset(), doubt_due=False)
+    yield "sidecar dies", dead
+    if not isinstance(rec, CoordRecord):
+        return
+    if w.fsync:
+        written = durable(Rules(), w, feed_it=False)
+        yield (
+            f"sidecar dies, {w.fsync} was durable",
+            dead._replace(journal=written.journal, decided=written.decided),
+        )
+    elif rec.phase is CoordPhase.UNDO and w.journal.pending is not None:
+        yield "sidecar dies, A was durable", dead._replace(journal=w.journal._replace(pending=None))
+
+
+def restart(rules: Rules, w: World) -> World:
+    """The sidecar starts: every link is a new session."""
+    for r in range(len(w.ranks)):
+        w = new_session(rules, w, r)
+    return w._replace(coord=Recovering(answers=(None,) * len(w.ranks)))
+
+
+def new_session(rules: Rules, w: World, r: int) -> World:
+    if rules.fence:
+        w = w._replace(sent=put(w.sent, r, frozenset()))
+    return w._replace(replies=put(w.replies, r, None))
+
+
+def decide(rules: Rules, w: World) -> World | None:
+    """Let the real recovery decide; None while it waits."""
+    state = w.coord
+    if not isinstance(state, Recovering):
+        raise TypeError("not recovering")
+    key = (rules.next_decision, rules.vouch, w.journal, state, w.doubt_due, transaction.recover)
+    decision = _decisions.get(key)
+    if decision is None:
+        decision = _decisions[key] = _ask_recovery(rules, w, state)
+    match decision:
+        case recovery.CommitB(n, participants):
+            return _resume(rules, w, n, participants, Recovered.COMMIT_B)
+        case recovery.AbortA(n, participants):
+            return _resume(rules, w, n, participants, Recovered.ABORT_A)
+        case recovery.Finalize(n, participants):
+            return _resume(rules, w, n, participants, Recovered.RESEND_FINALIZE)
+        case recovery.Adopt(_, revision, n):
+            if w.journal.revision == 0 and revision == 1 and n == 0:
+                return w._replace(coord="idle", doubt_due=False)  # first contact again: the same state
+            return w._replace(journal=Journal(None, revision, max(n, w.journal.last_n)))
+        case recovery.Ready() | recovery.Split():
+            return w._replace(coord="idle", doubt_due=False)
+        case recovery.Wait() | recovery.Ask():
+            return None
+
+
+_decisions: dict[object, recovery.Decision] = {}
+
+
+def _ask_recovery(rules: Rules, w: World, state: Recovering) -> recovery.Decision:
+    rec = recovery.Recovery(pending=w.journal.pending, revision=w.journal.revision)
+    rec.lease_over = state.waited
+    for r, answer in enumerate(state.answers):
+        if answer is not None:
+            rank, asked = answer
+            vouched = 1.0 if asked or not rules.vouch else None
+            rec.tell(
+                recovery.RankView(
+                    rank=r,
+                    op_n=rank.rec.n,
+                    op_phase=rank.rec.phase,
+                    op_ended=rank.rec.ended,
+                    revision=rank.rec.revision,
+                    identity_of_state=str(rank.rec.revision),
+                    vouched_until_s=vouched,
+                )
+            )
+    now_s = 2.0 if w.doubt_due and rules.vouch else 0.0
+    return rules.next_decision(rec, frozenset(range(len(w.ranks))), now_s)
+
+
+def _resume(rules: Rules, w: World, n: int, participants: frozenset[int], verdict: Recovered) -> World:
+    rec, actions = transaction.coord_resume(n, participants, verdict)
+    return act(rules, w._replace(coord=rec, doubt_due=False), actions)
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def deliver(rules: Rules, w: World, r: int, message: Message) -> Iterator[Next]:
+    """A request reaches rank ``r``: all ways in which the rank can take it."""
+    kind, n, round_ = message
+    rank, rec = w.ranks[r], w.ranks[r].rec
+    step = rules.rank_step
+    over = n < rec.n or (n == rec.n and rec.phase is RankPhase.NONE)
+
+    def done(name: str, after: Rank, *, failed: bool = False, busy: bool = False, cost: str = "") -> Next:
+        if over and after != rank:
+            raise Bad(f"a stale {kind} of {n} changed rank {r}")
+        _guard(w, r, after, lease=False)
+        new = spend(w, cost) if cost else w
+        new = new._replace(ranks=put(w.ranks, r, after))
+        if tag_of(w.coord) == message or not rules.tags:
+            new = new._replace(replies=put(w.replies, r, Reply(message, says(after, n), failed, busy)))
+        return f"{kind}({n},{round_}) at {r}{name}", new
+
+    match kind:
+        case "prepare":
+            yield done("", apply(step, rank, RankEvent(On.PREPARE, n, hot=w.left.hot)))
+        case "freeze":
+            frozen = apply(step, rank, RankEvent(On.FREEZE, n, round=round_))
+            checks = frozen.rec.phase is RankPhase.DRAINING and frozen.rec.n == n and frozen.rec.round == round_
+            if not checks:
+                yield done("", frozen)
+                return
+            yield done(", idle", apply(step, frozen, RankEvent(On.IDLE, n)))
+            if w.left.busy:
+                if w.left.drain:
+                    yield done(", busy", frozen)
+                else:
+                    yield done(", busy", apply(step, frozen, RankEvent(On.BUSY, n)), busy=True)
+        case "thaw":
+            yield done("", apply(step, rank, RankEvent(On.THAW, n, round=round_)))
+        case "commit":
+            yield done("", apply(step, rank, RankEvent(On.COMMIT, n, idle=True)))
+            if not is_open(rank, n):
+                return
+            if w.left.busy and not rank.rec.hot:
+                yield done(", busy", apply(step, rank, RankEvent(On.COMMIT, n)), failed=True)
+            if rank.timer not in (NO_TIMER, DOUBT_TIMER):
+                late = apply(step, rank, RankEvent(On.COMMIT, n, idle=True, lease_alive=False))
+                if late.installed == n and rank.installed != n:
+                    raise Bad(f"rank {r} switched on a lease that was over")
+                yield done(", lease over", late)
+            if w.left.swap_failures:
+                failing = apply(step, rank, RankEvent(On.COMMIT, n, idle=True), swap_fails=True)
+                yield done(", swap fails", failing, failed=True, cost="swap_failures")
+        case "finalize":
+            yield done("", apply(step, rank, RankEvent(On.FINALIZE, n)))
+        case "undo":
+            yield done("", apply(step, rank, RankEvent(On.UNDO, n)))
+            if w.left.undo_failures and rank.rec.phase is RankPhase.SWITCHED:
+                stuck = apply(step, rank, RankEvent(On.UNDO, n), undo_fails=True)
+                yield done(", swap back fails", stuck, failed=True, cost="undo_failures")
+
+
+def _guard(w: World, r: int, after: Rank, *, lease: bool) -> None:
+    """Invariants that need the journal."""
+    before = w.ranks[r]
+    if after.rec.revision and after.rec.revision not in w.decided:
+        raise Bad(f"rank {r} finalised {after.rec.revision}, which nobody decided durably")
+    if before.old is not None and before.old in after.closed and before.rec.n not in w.decided:
+        raise Bad(f"rank {r} closed the old set before the outcome")
+    went_back = before.rec.phase is RankPhase.SWITCHED and after.installed != before.installed
+    if went_back and not lease and before.rec.n in w.decided:
+        raise Bad(f"rank {r} went back to A by message after B of {before.rec.n} was recorded")
+
+
+def lease_may_end(w: World, r: int) -> bool:
+    """Is it possible, by the clocks, that the rank's lease ends now?"""
+    rank = w.ranks[r]
+    if rank.timer == NO_TIMER:
+        return False
+    if rank.timer != DOUBT_TIMER or w.doubt_due:
+        return True
+    if isinstance(w.coord, CoordRecord):
+        return not (w.coord.phase is CoordPhase.COMMIT and w.coord.n == rank.rec.n)
+    if isinstance(w.coord, Recovering):
+        answer = w.coord.answers[r]
+        return answer is None or not answer[1]
+    return True
+
+
+def lease_ends(rules: Rules, w: World, r: int) -> World:
+    rank = w.ranks[r]
+    after = apply(rules.rank_step, rank, RankEvent(On.LEASE_END, rank.rec.n))
+    if after.held:
+        raise Bad(f"rank {r} keeps admission closed after its lease")
+    _guard(w, r, after, lease=True)
+    return w._replace(ranks=put(w.ranks, r, after))
+
+
+def rank_dies(rules: Rules, w: World, r: int) -> World:
+    w = new_session(rules, w, r)._replace(ranks=put(w.ranks, r, fresh()))
+    if isinstance(w.coord, CoordRecord):
+        w = w._replace(lost=w.lost | {r})
+    if isinstance(w.coord, Recovering):
+        w = w._replace(coord=w.coord._replace(answers=put(w.coord.answers, r, None)))
+    return w
+
+
+# ------------------------------------------------------------------ everything that can happen
+
+
+def successors(rules: Rules, w: World) -> Iterator[Next]:
+    """Every next state, with a name for the trace."""
+    yield from _coordinator(rules, w)
+    for r, rank in enumerate(w.ranks):
+        for message in w.sent[r]:
+            yield from deliver(rules, w, r, message)
+        for n in rank.builders:
+            built = apply(rules.rank_step, rank, RankEvent(On.BUILT, n))
+            yield f"rank {r} built {n}", w._replace(ranks=put(w.ranks, r, built))
+            if w.left.build_failures:
+                broken = apply(rules.rank_step, rank, RankEvent(On.BUILD_FAILED, n))
+                yield f"rank {r} cannot build", spend(w, "build_failures")._replace(ranks=put(w.ranks, r, broken))
+        if w.left.drain and rank.rec.phase is RankPhase.DRAINING:
+            idle = apply(rules.rank_step, rank, RankEvent(On.IDLE, rank.rec.n))
+            yield f"rank {r} becomes idle", w._replace(ranks=put(w.ranks, r, idle))
+        if lease_may_end(w, r):
+            yield f"lease of rank {r} ends", lease_ends(rules, w, r)
+        if w.left.rank_crashes:
+            yield f"rank {r} dies", rank_dies(rules, spend(w, "rank_crashes"), r)
+        if w.left.rehellos and isinstance(w.coord, CoordRecord):
+            yield f"link of rank {r} is cut", new_session(rules, spend(w, "rehellos"), r)
+
+
+def _coordinator(rules: Rules, w: World) -> Iterator[Next]:
+    coord = w.coord
+    if coord is None:
+        yield "sidecar starts", restart(rules, w)
+        if w.left.journal_losses:
+            # What no rank can prove any more was never decided, as far as anybody can know (nor was a client told).
+            proven = w.decided & {rank.rec.revision for rank in w.ranks}
+            lost = spend(w, "journal_losses")._replace(journal=Journal(), decided=proven)
+            yield "sidecar starts, journal lost", restart(rules, lost)
+        return
+    if w.left.coord_crashes:
+        yield from crash(w)
+    if coord == "idle":
+        if w.left.ops:
+            yield "operation starts", begin(rules, spend(w, "ops"))
+    elif isinstance(coord, Recovering):
+        yield from _recovering(rules, w, coord)
+    elif isinstance(coord, CoordRecord):
+        yield from _operating(rules, w, coord)
+
+
+def _recovering(rules: Rules, w: World, state: Recovering) -> Iterator[Next]:
+    for r, rank in enumerate(w.ranks):
+        for asked in (False, True):
+            if asked and state.answers[r] is None:
+                continue
+            answers = put(state.answers, r, (rank, asked))
+            yield f"rank {r} {'answers' if asked else 'says hello'}", w._replace(coord=state._replace(answers=answers))
+    if not state.waited:
+        yield "an in-doubt lease has passed", w._replace(coord=state._replace(waited=True))
+    if not w.doubt_due:
+        yield "vouching ends", w._replace(doubt_due=True)
+    decided = decide(rules, w)
+    if decided is not None:
+        yield "recovery decides", decided
+
+
+def _operating(rules: Rules, w: World, rec: CoordRecord) -> Iterator[Next]:
+    if w.fsync:
+        yield f"{w.fsync} is durable", durable(rules, w)
+        return
+    if rec.phase in (CoordPhase.PREPARE, CoordPhase.WAIT, CoordPhase.FREEZE, CoordPhase.COMMIT):
+        yield "cancel", feed(rules, w, CoordEvent(See.CANCEL))
+    if rec.phase is CoordPhase.COMMIT and not w.doubt_due:
+        yield "doubt is due", w._replace(doubt_due=True)
+    if rec.phase is CoordPhase.WAIT and rec.round < w.left.rounds:
+        yield "an idle moment", feed(rules, w, CoordEvent(See.IDLE))
+    ending = rec.phase in (CoordPhase.UNDO, CoordPhase.FINALIZE, CoordPhase.CONVERGING)
+    if ending and not any(is_open(w.ranks[r], rec.n) for r in rec.participants):
+        yield "all leases are over", feed(rules, w, CoordEvent(See.LEASES_OVER))
+    for r in sorted(rec.participants):
+        if r in w.lost:  # its hello comes before anything else that it says, so the driver knows first
+            yield f"rank {r} is seen lost", feed(rules, w, CoordEvent(See.LOST, r))
+            continue
+        reply = w.replies[r]
+        if reply is not None and (reply.tag == tag_of(rec) or not rules.tags):
+            see = See.BUSY if reply.busy else See.FAILED if reply.failed else See.SAID
+            yield f"reply of {r}: {reply.said} {see}", feed(rules, w, CoordEvent(see, r, reply.said))
+        said = says(w.ranks[r], rec.n)
+        yield f"heartbeat of {r}: {said}", feed(rules, w, CoordEvent(See.SAID, r, said))
