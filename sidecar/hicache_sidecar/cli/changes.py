@@ -90,7 +90,7 @@ def print_answer(context: Context, answer: dict[str, Any]) -> int:
         facts.append("changed " + ", ".join(answer["changed_keys"]))
     if answer.get("prepare_ms") or answer.get("commit_ms"):
         facts.append("prepare {:.1f} ms, freeze {:.1f} ms, commit {:.1f} ms".format(
-            *(answer.get(key) or 0.0 for key in ("prepare_ms", "freeze_ms", "commit_ms"))))  # fmt: skip
+            *(max(0.0, answer.get(key) or 0.0) for key in ("prepare_ms", "freeze_ms", "commit_ms"))))  # fmt: skip
     if facts:
         context.line("  " + " · ".join(facts))
     ranks = answer.get("ranks") or []
@@ -101,7 +101,8 @@ def print_answer(context: Context, answer: dict[str, Any]) -> int:
             [(r["rank"], r["success"], r.get("stall_us"), r.get("message")) for r in ranks],
         )
     for row in answer.get("diff") or []:
-        context.line("  differs: " + ", ".join(f"{key}={value}" for key, value in row.items()))
+        keys = ", ".join(row.get("changed_keys") or []) or "nothing"
+        context.line(f"  rank {row.get('rank')}: {row.get('relation')}; differs in: {keys}")
     for note in answer.get("notes") or []:
         context.line(f"note: {note}")
     for warning in answer.get("warnings") or []:

@@ -132,7 +132,7 @@ class Context:
                 self.note(f"{PROGRAM}: {error.message}" + ("" if error.code in error.message else f" [{error.code}]"))
             if isinstance(error, HicacheError):
                 listed = error.details.get("blocked_by")
-                if isinstance(listed, list) and listed:
+                if isinstance(listed, list) and listed and "blocked by" not in error.message:
                     self.note("  blocked by: " + blockers(listed))
                 if error.operation_id:
                     self.note(f"  operation: {error.operation_id}")

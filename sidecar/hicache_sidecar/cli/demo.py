@@ -189,15 +189,25 @@ class Story:
             details = dict(meta["cached_tokens_details"])
             outputs.append(list(answer["output_ids"]))
             origins.append(details)
-            body = json.dumps({"text": prompt[:24] + "...", "sampling_params": {"max_new_tokens": ANSWER_TOKENS},
-                               "dp_rank": replica})  # fmt: skip
             origin = ", ".join(f"{name} {details.get(name, 0)}" for name in ("device", "host", "storage"))
             self.show.command(
-                f"curl -d {shlex.quote(body)} {self.stage.engine_url}/generate",
+                self.curl(prompt, ANSWER_TOKENS, replica),
                 f"{meta['prompt_tokens']} prompt tokens, cached: {origin}; "
                 f"{len(answer['output_ids'])} new tokens, first ones {answer['output_ids'][:6]}",
             )
         return outputs, origins
+
+    def busy(self) -> Background:
+        """A long request on replica 1, running when this returns."""
+        background = Background(lambda: self.stage.generate(DICKENS, BUSY_TOKENS, 1))
+        self.show.command(f"{self.curl(DICKENS, BUSY_TOKENS, 1)} &")
+        self.until("the engine gets busy", lambda: not self.document("idle")["idle"])
+        return background
+
+    def curl(self, prompt: str, tokens: int, replica: int) -> str:
+        """The request as a user would type it, its prompt cut short."""
+        body = {"text": prompt[:24] + "...", "sampling_params": {"max_new_tokens": tokens}, "dp_rank": replica}
+        return f"curl -d {shlex.quote(json.dumps(body))} {self.stage.engine_url}/generate"
 
     def flush(self) -> None:
         """Empty L1 and L2."""
@@ -231,8 +241,7 @@ class Story:
         """A busy engine is refused, with every blocker, and nothing changes."""
         self.show.step("Attach while the engine is busy: refused at once, with the blockers, nothing changed")
         self.config = json.dumps({"file_storage_path": str(self.stage.path / "store"), "prefetch_threshold": 64})
-        busy = Background(lambda: self.stage.generate(DICKENS, BUSY_TOKENS, 1))
-        self.until("the engine gets busy", lambda: not self.document("idle")["idle"])
+        busy = self.busy()
         refused = self.ctl("attach", "file", "--config", self.config, code=EXIT_NOT_IDLE)
         self.show.expect("scheduler is not idle" in refused, "the refusal says that the scheduler is not idle")
         self.show.expect("running_batch=" in refused and "rank 1" in refused, "it names the blocker and its rank")
@@ -295,8 +304,7 @@ class Story:
         other = self.stage.path / "store-2"
         config = json.dumps({"file_storage_path": str(other)})
         self.flush()
-        busy = Background(lambda: self.stage.generate(DICKENS, BUSY_TOKENS, 1))
-        self.until("the engine gets busy", lambda: not self.document("idle")["idle"])
+        busy = self.busy()
         self.ctl("swap", "file", "--config", config, "--mode", "hot")
         status = self.document("status")
         self.show.expect(
