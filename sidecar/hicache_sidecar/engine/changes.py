@@ -65,7 +65,7 @@ class Changes:
             HicacheError: every refusal and failure.
         """
         check_shape(request)
-        replay = self._replay(request)
+        replay = self.replay(request)
         if isinstance(replay, Job):
             return await self.wait(replay, progress)
         if replay is not None:
@@ -127,7 +127,7 @@ class Changes:
 
     # ---- idempotency
 
-    def _replay(self, request: api.ChangeOptions) -> Job | api.OperationAnswer | None:
+    def replay(self, request: api.ChangeOptions) -> Job | api.OperationAnswer | None:
         """The first answer of a repeated request id, or the job that still runs under it."""
         key = request.request_id
         if not key:
@@ -143,7 +143,7 @@ class Changes:
         self._same(digest, known[0])
         kept = known[1]
         if not kept:
-            raise HicacheError("this request was carried out; its answer was not kept: see the history")
+            raise HicacheError("this request ended in a restart of the sidecar, without an answer: see the history")
         if "error" in kept:
             raise from_body(msgspec.convert(kept["error"], type=ErrorBody))
         return msgspec.convert(kept["answer"], type=api.OperationAnswer)

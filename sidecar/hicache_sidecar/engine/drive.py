@@ -25,10 +25,7 @@ from typing import Any
 
 import trio
 
-from hicache_proto.errors import (
-    HicacheError,
-    PrepareFailed,
-)
+from hicache_proto.errors import HicacheError, PrepareFailed
 from hicache_proto.hooklink import CallBody, Commit, Finalize, Freeze, Prepare, Thaw, Undo, WatchIdle
 from hicache_proto.model import Blocker, TargetState
 from hicache_proto.transaction import (
@@ -129,6 +126,7 @@ class Drive:
         Raises:
             StoreError: the journal failed for good; the process must end.
         """
+        broken: HicacheError | None = None
         async with trio.open_nursery() as self.nursery:
             self.senders = Senders(
                 self.nursery, self.fanout, self.registry, self.move.n, self.move.deadline, self._on_result
@@ -136,8 +134,13 @@ class Drive:
             self.watch = IdleWatch(
                 self.nursery, self.registry, self.move.participants, lambda: self._post(CoordEvent(See.IDLE))
             )
-            await self._run()
+            try:
+                await self._run()
+            except HicacheError as exc:  # out of the nursery's exception group, so that the caller can tell it
+                broken = exc
             self.nursery.cancel_scope.cancel()
+        if broken is not None:
+            raise broken
         return self.outcome
 
     async def _run(self) -> None:
@@ -185,20 +188,18 @@ class Drive:
             at, see, detail = self._next_time()
             late = trio.current_time() >= at
             if late and see is See.DOUBT:
-                return self._timed(see, detail)  # rule 4: before the answer that would decide B
+                return CoordEvent(see, detail=detail)  # rule 4: before the answer that would decide B
             if self._inbox:
                 return self._inbox.popleft()
             if late:
-                return self._timed(see, detail)
+                return CoordEvent(see, detail=detail)
             with trio.move_on_at(at):
                 await self._wake.park()
 
     def _next_time(self) -> tuple[float, See, str]:
         phase = self.rec.phase
-        if phase is CoordPhase.UNDO:
-            return self._lease_end, See.LOST, "its lease is over"
-        if phase in (CoordPhase.FINALIZE, CoordPhase.CONVERGING):
-            return self._lease_end, See.SAID, "its lease is over"
+        if phase in (CoordPhase.UNDO, CoordPhase.FINALIZE, CoordPhase.CONVERGING):
+            return self._lease_end, See.LEASES_OVER, "every lease is over"
         if phase is CoordPhase.COMMIT:
             doubt = self._commit_sent + self.settings.in_doubt_s - self.settings.decide_margin_s
             return doubt, See.DOUBT, "not every rank switched while its lease was surely alive"
@@ -207,12 +208,6 @@ class Drive:
         if waits and self._wait_until < self.move.deadline:
             return self._wait_until, See.TIMEOUT, "the wait for idle ran out"
         return self.move.deadline, See.TIMEOUT, "the operation's time ran out"
-
-    def _timed(self, see: See, detail: str) -> CoordEvent:
-        if see in (See.LOST, See.SAID):  # UNDO, FINALIZE: whoever is still silent is past its lease
-            late = next(iter(sorted(self.rec.participants - self.rec.have)))
-            return CoordEvent(see, rank=late, said=Said.EXPIRED, detail=f"rank {late}: {detail}")
-        return CoordEvent(see, detail=detail)
 
     def _post(self, event: CoordEvent) -> None:
         self._inbox.append(event)
@@ -315,7 +310,6 @@ class Drive:
     def _send_all(self, body: CallBody, repeat_s: float, lease_s: float) -> None:
         """Start this phase's senders. ``lease_s`` is what a rank arms when it gets the message."""
         now = trio.current_time()
-        self._lease_s = lease_s
         if lease_s:
             self._lease_end = max(self._lease_end, now + lease_s + LEASE_MARGIN_S)
         self._started.setdefault(self.rec.phase.value, now)

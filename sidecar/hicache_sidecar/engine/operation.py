@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from hicache_proto import api
-from hicache_proto.errors import HicacheError
+from hicache_proto.errors import ErrorBody, HicacheError, from_body
 from hicache_proto.model import Blocker, TargetState
 from hicache_sidecar.core.redaction import redact_config, redact_text, scrub, secrets_in
 from hicache_sidecar.core.service import Progress
@@ -100,14 +100,17 @@ class Job:
     def finish(self, answer: api.Document | None, error: HicacheError | None) -> None:
         """End the job; exactly one of the two."""
         if error is not None:
-            secrets_known = self.known_secrets
-            clean = type(error)(
-                redact_text(error.message, secrets_known),
-                details=scrub(error.details, secrets_known),
-                hint=redact_text(error.hint, secrets_known),
-                operation_id=error.operation_id or self.id,
+            known, body = self.known_secrets, error.body()
+            error = from_body(
+                ErrorBody(
+                    code=body.code,
+                    message=redact_text(body.message, known),
+                    retryable=body.retryable,
+                    hint=redact_text(body.hint, known),
+                    operation_id=body.operation_id or self.id,
+                    details=scrub(body.details, known),
+                )
             )
-            error = clean
         self.answer, self.error = answer, error
         self.ended = trio.current_time()
         self.on_cancel = None

@@ -93,6 +93,11 @@ class Past:
             NotFound: no such revision. InvalidRequest: its config was learnt from a rank and lacks its secrets.
         """
         check_shape(request)
+        replay = self.changes.replay(request)
+        if isinstance(replay, Job):
+            return await self.changes.wait(replay, progress)
+        if replay is not None:
+            return replay
         target = next(
             (
                 row.state

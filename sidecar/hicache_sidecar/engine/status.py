@@ -15,7 +15,7 @@ from hicache_proto.model import (
     TargetState,
 )
 from hicache_proto.transaction import RankPhase
-from hicache_sidecar.core.redaction import REDACTED, redact_config, redact_text, scrub
+from hicache_sidecar.core.redaction import REDACTED, redact_config, redact_text
 from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.operation import Job, desired_document
 from hicache_sidecar.engine.registry import Registry, Session
@@ -258,8 +258,3 @@ def as_target(state: EffectiveState) -> TargetState:
 def rebuildable(state: TargetState) -> bool:
     """False when the config lacks its secrets, because it was learnt from a rank."""
     return state.extra_config is None or REDACTED not in state.extra_config
-
-
-def scrubbed(document: Any, known: Iterable[str]) -> Any:
-    """A document without secrets, known ones and those that look so."""
-    return scrub(document, known)

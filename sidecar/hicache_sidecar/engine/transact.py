@@ -13,7 +13,7 @@ from hicache_proto import api
 from hicache_proto.errors import DeadlineExceeded, HicacheError, Inconsistent
 from hicache_proto.hooklink import SetView
 from hicache_proto.model import TargetState
-from hicache_sidecar.core.redaction import redact_config, redact_text
+from hicache_sidecar.core.redaction import redact_config, redact_text, scrub
 from hicache_sidecar.engine import causes, status
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.drive import Drive, Move, Outcome
@@ -273,7 +273,7 @@ def ctx_revision(ctx: Context) -> int:
 
 def _clean_body(job: Job, error: HicacheError) -> Any:
     body = msgspec.to_builtins(error.body())
-    return status.scrubbed(body, job.known_secrets)
+    return scrub(body, job.known_secrets)
 
 
 def _done(goal: Goal) -> str:
