@@ -144,11 +144,11 @@ class Connection:
         nursery.start_soon(self._answer, frame, scope)
 
     async def _refuse(self, payload: bytes, exc: msgspec.ValidationError) -> None:
-        self._counters.add("hicache_control_dropped_frames", "invalid_request")
         try:
             ident = _ids.decode(payload).id
         except msgspec.MsgspecError:
             raise exc from None
+        self._counters.add("hicache_control_dropped_frames", "invalid_request")
         await self._outbox.put(control.Error(id=ident, error=refusal(exc, self._counters, "socket")))
 
     def _drop(self, exc: HicacheError | msgspec.MsgspecError) -> None:
