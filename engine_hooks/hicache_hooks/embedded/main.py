@@ -114,7 +114,8 @@ async def _serve(options: EngineOptions, listener: socket.socket, directory: str
     stopped = asyncio.create_task(stop.wait())
     ready = asyncio.create_task(supervisor.ready())
     await asyncio.wait({stopped, ready, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if ready.done():
+    started = ready.done() and ready.result()
+    if started:
         _say_ready(options, listener, time.monotonic() - began)
         await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
     by = time.monotonic() + options.stop_timeout
@@ -126,6 +127,9 @@ async def _serve(options: EngineOptions, listener: socket.socket, directory: str
         task.cancel()
     await asyncio.gather(serving, stopped, ready, return_exceptions=True)
     router.close()
+    if ready.done() and not started:
+        print(f"{PROG}: a scheduler process could not be started; its message is above", file=sys.stderr)
+        return 1
     return 0 if clean else 1
 
 

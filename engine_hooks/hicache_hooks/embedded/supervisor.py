@@ -48,16 +48,18 @@ class Supervisor:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
+        self._unstartable = False
 
     def start(self) -> None:
         """Start a process per rank and keep it alive."""
         self._keepers = [asyncio.create_task(self._keep(rank)) for rank in range(self._options.dp)]
 
-    async def ready(self) -> None:
-        """Returns when every rank serves."""
-        while not self._router.all_up:
+    async def ready(self) -> bool:
+        """True once every rank serves; False when one ended before it ever did: then the options are to blame."""
+        while not (self._router.all_up or self._unstartable):
             self._router.changed.clear()
             await self._router.changed.wait()
+        return not self._unstartable
 
     async def stop(self, timeout_s: float) -> bool:
         """End all processes within ``timeout_s``; True when every one left in good order (F72)."""
@@ -79,7 +81,7 @@ class Supervisor:
             _, stuck = await asyncio.wait(late, timeout=KILL_MARGIN_S)
             for task in stuck:
                 task.cancel()
-        return not late
+        return not late and all(process.returncode == 0 for process in self._processes.values())
 
     async def _keep(self, rank: int) -> None:
         epoch = 0
@@ -90,8 +92,9 @@ class Supervisor:
             self._router.expect(rank, epoch)
             process = await self._spawn(rank, epoch)
             code = await process.wait()
+            self._unstartable |= epoch == 1 and not self._router.replicas[rank].up
             self._router.lost(rank, f"the scheduler process of dp_rank {rank} ended")
-            if self._stopping.is_set():
+            if self._stopping.is_set() or self._unstartable:
                 return
             log.error("scheduler process %d of dp_rank %d ended (%s); starting it again", process.pid, rank, _why(code))
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > YOUNG_S else min(MAX_PAUSE_S, pause_s * 2)
