@@ -13,8 +13,15 @@ from hicache_sidecar.core.actor import Actor, Role, authorize
 from hicache_sidecar.core.service import Progress
 
 ANSWER = api.OperationAnswer(
-    success=True, changed=True, changed_keys=[], message="done", operation_id="op-1", revision=7, state="attached", ranks=[]
-)  # fmt: skip
+    success=True,
+    changed=True,
+    changed_keys=[],
+    message="done",
+    operation_id="op-1",
+    revision=7,
+    state="attached",
+    ranks=[],
+)
 STATUS = api.StatusDocument(
     hicache_storage_backend=None,
     hicache_storage_backend_extra_config=None,
