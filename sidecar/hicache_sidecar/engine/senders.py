@@ -54,7 +54,7 @@ class Senders:
             self._spawn(rank, after_s, once=True)
 
     def side(self, rank: int, body: CallBody, deadline: float) -> None:
-        """A message beside the phase's own, that ends with the phase."""
+        """A stateless message beside the phase's own, that ends with the phase."""
         self._task(self._one, rank, body, deadline, True)
 
     def _spawn(self, rank: int, after_s: float, *, once: bool = False) -> None:
@@ -87,7 +87,8 @@ class Senders:
             return  # the loss is an event of its own; a new session is asked again
         self._outstanding[rank] = self._outstanding.get(rank, 0) + 1
         try:
-            result = await self._fanout.ask_one(rank, session.id, self._n, body, deadline)
+            n = 0 if side else self._n  # messages beside the phase are stateless
+            result = await self._fanout.ask_one(rank, session.id, n, body, deadline)
         finally:
             self._outstanding[rank] = self._outstanding.get(rank, 1) - 1
         if side or body is self._body:  # an answer may be on its way while the phase ends
