@@ -57,11 +57,16 @@ from hicache_proto.model import Plan, RankReport
 
 log = logging.getLogger(__name__)
 
-RECONNECT_MS = 100
-RECONNECT_MAX_MS = 1000
+SOCKET_OPTIONS = (
+    (zmq.LINGER, 0),
+    (zmq.IMMEDIATE, 1),
+    (zmq.MAXMSGSIZE, MAX_LINK_BYTES),
+    (zmq.RECONNECT_IVL, 100),  # ms
+    (zmq.RECONNECT_IVL_MAX, 1000),  # ms
+    (zmq.SNDHWM, 256),
+)
 TROUBLE_PAUSE_S = 0.2  # after a defect of ours, so that it cannot spin
 DRAIN_BATCH = 64  # messages per turn, so that heartbeats are not starved
-SEND_HWM = 256
 GOODBYE_LINGER_MS = 200  # the only message that may outlive its socket
 
 Outgoing = tuple[str, Callable[[], HookMessage], Call | None]  # session, message made at send time, its call
@@ -153,17 +158,8 @@ class LinkAgent:
 
         def make() -> Answer:
             return Answer(
-                session=call.session,
-                n=call.n,
-                phase=call.phase,
-                call=call.call,
-                ok=ok,
-                report=self._report(),
-                error=body,
-                plan=plan,
-                data=data,
-                stall_us=stall_us,
-            )
+                call.session, call.n, call.phase, call.call, ok, self._report(), body, plan, data, stall_us
+            )  # fmt: skip
 
         self._post(call.session, make, call)
 
@@ -238,12 +234,8 @@ class LinkAgent:
         socket = context.socket(zmq.DEALER)
         monitor = None
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_LINK_BYTES)
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-            socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+            for option, value in SOCKET_OPTIONS:
+                socket.setsockopt(option, value)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             monitor.setsockopt(zmq.LINGER, 0)
             socket.connect(self._endpoint)

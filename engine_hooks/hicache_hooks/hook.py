@@ -45,6 +45,7 @@ from hicache_hooks.world import Alone, Injector, WorldCommand
 from hicache_proto.errors import HicacheError, Internal
 from hicache_proto.hooklink import Call, Commit, Finalize, Freeze, Prepare, RankHello, Thaw, Undo
 from hicache_proto.model import RankReport
+from hicache_proto.transaction import RankPhase
 from hicache_proto.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class RankHook:
         if self._inbox or self.transaction.slicing:
             return 0.0
         limits = [] if default is None else [default]
-        if self.transaction.draining or self._manual.watching:
+        if self.transaction.record.phase is RankPhase.DRAINING or self._manual.watching:
             limits.append(BUSY_SLEEP_S)
         deadline = self._deadline()
         if deadline is not None:

@@ -150,11 +150,6 @@ class RankTransaction:
         """True while the scheduler should not sleep: the next slice can run now."""
         return self._built is not None
 
-    @property
-    def draining(self) -> bool:
-        """True while idleness is waited for with admission held."""
-        return self.record.phase is RankPhase.DRAINING
-
     # ------------------------------------------------------------------ messages
 
     def _receive(self, call: Call) -> None:

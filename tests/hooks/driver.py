@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.rigs.light_rank import LightAdapter
+from tests.rigs.light_adapter import LightAdapter
 
 from hicache_hooks.faults import Faults
 from hicache_hooks.hook import RankHook

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from tests.hooks.driver import FakeClock
-from tests.rigs.light_rank import LightAdapter
+from tests.rigs.light_adapter import LightAdapter
 
 from hicache_hooks.gate import MAX_HOLDS, Gate
 from hicache_hooks.idle import IdleGate

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.hooks.driver import FILE, Driver
-from tests.rigs.light_rank import LightAdapter
+from tests.rigs.light_adapter import LightAdapter
 
 from hicache_hooks.closer import Closer
 from hicache_hooks.faults import Faults
