@@ -1,5 +1,6 @@
 """Small pools, an in-memory store and a driver that plays the scheduler for the cache tests."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,6 +76,11 @@ class MemoryStore:
         self.closed += 1
 
 
+@functools.lru_cache(4096)
+def _content(shape: tuple[int, ...], prefix: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(hash(prefix) & 0xFFFFFFFF))
+
+
 class Rig:
     """Pools, a controller and the sets made for it. The content of a page is a function of its prefix."""
 
@@ -87,8 +93,11 @@ class Rig:
         host_pages: int = 64,
         limits: SetLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        manual: bool = False,
         **knobs: object,
     ) -> None:
+        """``manual``: the sets get no threads, the test takes the work off their queues itself."""
+        self.manual = manual
         g = geometry(layout)
         self.device = DevicePool(g, device_pages)
         self.host = HostPool(g, host_pages)
@@ -117,7 +126,8 @@ class Rig:
             name="memory" if store else "detached",
             limits=self.limits,
         )
-        made.start_parked()
+        if not self.manual:
+            made.start_parked()
         self.sets.append(made)
         return made
 
@@ -142,12 +152,17 @@ class Rig:
     def check(self) -> None:
         self.ctl.check()
         assert self.ctl.stats().get("internal_errors", 0) == 0
+        tree = self.ctl.tree
+        for node in tree.nodes():
+            pages = tree.length(node)
+            assert node.device is not None or node.host is not None
+            assert all(len(x) == pages for x in (node.device, node.host, node.hashes) if x is not None)
+            assert node.device is None or (node.parent is not None and node.parent.device is not None)
+            assert min(node.device_lock, node.host_lock) >= 0
 
     def content(self, tokens: Sequence[int], page: int) -> torch.Tensor:
         """What page number ``page`` of ``tokens`` must hold."""
-        seed = hash(tuple(tokens[: (page + 1) * PAGE])) & 0xFFFFFFFF
-        shape = self.host.geometry.canonical_shape
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return _content(self.host.geometry.canonical_shape, tuple(tokens[: (page + 1) * PAGE]))
 
     def start(self, tokens: Sequence[int]) -> str:
         self.serial += 1
@@ -174,6 +189,14 @@ class Rig:
         self.ctl.finish(rid, tokens)
         self.settle()
         return admission.device_tokens, admission.host_tokens, admission.storage_tokens
+
+    def run_queued(self, count: int = 1_000_000) -> None:
+        """*manual*: run up to ``count`` queued items, oldest set first."""
+        for made in self.sets:
+            for workers in made._all:
+                while count and len(workers._queue):
+                    workers._queue._items.popleft().run()
+                    count -= 1
 
     def close(self) -> None:
         for made in self.sets:

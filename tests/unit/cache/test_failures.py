@@ -62,8 +62,9 @@ def test_a_bad_page_in_the_middle_keeps_what_is_before_it(how: str) -> None:
 
     failing = Failing()
     failing.data = store.data
-    rig = Rig(store=failing)
+    rig = Rig(store=failing, limits=SetLimits(threads_per_direction=1, batch_pages=2))
     assert rig.serve(prompt(10)) == (0, 0, 4 * PAGE)
+    assert failing.gets == keys[:6]  # behind the gap nothing is read
     assert failing.aside == ([(keys[4], "checksum")] if how == "corrupt" else [])
     assert rig.ctl.stats()["prefetch_partial"] == 1
     rig.close()
@@ -109,6 +110,29 @@ def test_an_abort_during_a_fetch_frees_pages_when_no_thread_can_touch_them() -> 
     hold.set()
     rig.settle()
     assert rig.ctl.host_ledger.free == rig.host.num_pages
+    rig.close()
+
+
+def test_an_abort_during_the_look_up_fetches_nothing() -> None:
+    """F42: no page is taken, and nobody's page is evicted, for a request that left."""
+    store, _ = _preload()
+    rig = Rig(store=store, host_pages=12, device_pages=16)
+    rig.serve(prompt(9, start=2))
+    hold, inside = threading.Event(), threading.Event()
+
+    def on_exists(keys: Sequence[str]) -> None:
+        inside.set()
+        hold.wait(WAIT_S)
+
+    store.on_exists = on_exists
+    rid = rig.start(prompt(10))
+    assert inside.wait(WAIT_S)
+    rig.ctl.abort(rid)
+    hold.set()
+    rig.settle()
+    assert store.gets == []
+    assert "evicted_host_pages" not in rig.ctl.stats()
+    assert rig.ctl.stats()["prefetch_cancelled"] == 1
     rig.close()
 
 

@@ -1,16 +1,16 @@
 """F42: random interleavings of requests, transfers, aborts, attach and detach; nothing is lost or freed twice.
 
 The sets are never started: the test takes items off their queues and runs, fails or delays them itself, so that
-every interleaving is reproducible and hypothesis can shrink it.
+every interleaving is reproducible from its seed.
 """
 
 import functools
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.unit.cache.support import PAGE, MemoryStore, Rig, prompt
 
 from hicache_hooks.cache.storage_set import SetLimits, StorageSet
@@ -18,18 +18,6 @@ from hicache_hooks.cache.storage_set import SetLimits, StorageSet
 # Prompts that share prefixes, so that nodes split while transfers hold them.
 _A, _B = prompt(6), prompt(5, start=2)
 PROMPTS = [_A, _A[: 4 * PAGE] + _B, _B, _A[: 2 * PAGE] + prompt(3, start=3), _B[: 3 * PAGE + 1], prompt(2, start=4)]
-
-
-class _Table(Rig):
-    """A rig whose sets have no threads."""
-
-    def make_set(self, store: MemoryStore | None, **knobs: object) -> StorageSet:
-        start = StorageSet.start_parked
-        try:
-            StorageSet.start_parked = lambda self: None  # type: ignore[method-assign]
-            return super().make_set(store, **knobs)
-        finally:
-            StorageSet.start_parked = start  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -53,7 +41,8 @@ class _Play:
         self.store = MemoryStore()
         self.store.data.update(_stored())
         self.now = 0.0
-        self.rig = _Table(
+        self.rig = Rig(
+            manual=True,
             store=self.store if pick(4) else None,
             device_pages=16,
             host_pages=12,
@@ -169,12 +158,20 @@ class _Play:
         assert (ctl.device_ledger.free, ctl.host_ledger.free) == (16, 12)
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.binary(min_size=40, max_size=400))
-def test_no_page_is_lost_or_freed_twice(choices: bytes) -> None:
-    """F42, F22, F119: 2000 interleavings, the invariants after each step, contents compared."""
-    stream = iter(choices)
-    play = _Play(lambda n: next(stream, -1) % n if n > 1 else 0)
-    while stream.__length_hint__():
-        play.step()
-    play.end()
+@pytest.mark.parametrize("block", range(8))
+def test_no_page_is_lost_or_freed_twice(block: int) -> None:
+    """F42, F22, F119: 2000 interleavings by seed, the invariants after each step, contents compared.
+
+    Plain seeds: hypothesis prefers simple bytes, which met the rare races (an orphaned fetch, a load-back raced by
+    a computation) ten times less often.
+    """
+    for seed in range(block * 250, block * 250 + 250):
+        random = Random(seed)
+        play = _Play(lambda n, random=random: random.randrange(n))  # type: ignore[misc]
+        try:
+            for _ in range(45):
+                play.step()
+            play.end()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise

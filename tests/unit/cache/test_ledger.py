@@ -79,7 +79,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.open == len(self.open)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_ledger_model = LedgerMachine.TestCase
 
 

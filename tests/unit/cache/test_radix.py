@@ -27,7 +27,7 @@ def _prefixes(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tokens[: (i + 1) * SIZE] for i in range(len(tokens) // SIZE)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(_PROMPTS, max_size=12), st.lists(_PROMPTS, max_size=6))
 def test_matches_what_was_inserted(inserted: list[tuple[int, ...]], asked: list[tuple[int, ...]]) -> None:
     tree = RadixTree(SIZE)
@@ -50,7 +50,7 @@ def test_matches_what_was_inserted(inserted: list[tuple[int, ...]], asked: list[
     assert sum(tree.length(n) for n in tree.nodes()) == len(model)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(_PROMPTS, min_size=1, max_size=8), st.data())
 def test_locks_survive_splits(prompts: list[tuple[int, ...]], data: st.DataObject) -> None:
     """Rule 2: whoever locked a node unlocks it after any number of splits, and nothing stays locked."""
