@@ -4,12 +4,13 @@ Each becomes one request of ``hicache_proto.api``; If-Match and Idempotency-Key 
 fields are refused.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hicache_proto.api import DEFAULT_TIMEOUT_S
+from hicache_proto.errors import ErrorBody
 
 ModeName = Literal["strict", "drain", "hot"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
@@ -92,5 +93,5 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """GET /healthz and /readyz. ``error`` is there when not ready."""
 
     ok: bool
-    details: dict[str, object] = {}
-    error: dict[str, object] | UnsetType = UNSET
+    details: dict[str, Any] = {}
+    error: ErrorBody | UnsetType = UNSET

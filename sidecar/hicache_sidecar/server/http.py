@@ -105,7 +105,7 @@ class HttpApi:
         if ready:
             return _json(Health(ok=True, details=details))
         body = NoEngine("not ready", details=details).body()
-        health = Health(ok=False, details=details, error=msgspec.to_builtins(body))
+        health = Health(ok=False, details=details, error=body)
         return _json(health, status=503, headers={"Retry-After": str(retry_after_s(body))})
 
     async def _events(self, actor: Actor, request: Request, send: Send) -> None:

@@ -183,7 +183,8 @@ async def call(
         await trio.lowlevel.checkpoint()
         if parts:
             return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-        return {"type": "http.disconnect"}
+        await trio.sleep_forever()  # the client stays until it is answered
+        raise AssertionError
 
     async def send(message: dict[str, Any]) -> None:
         await trio.lowlevel.checkpoint()
