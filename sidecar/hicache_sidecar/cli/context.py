@@ -107,7 +107,7 @@ class Context:
         """Aligned columns; numbers to the right. Without rows only the header is printed."""
         cells = [[cell(value) for value in row] for row in rows]
         widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(header)]
-        right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(header))]
+        right = [_all_numbers([row[i] for row in rows]) for i in range(len(header))]
         for row in [list(header), *cells]:
             padded = [text.rjust(w) if r else text.ljust(w) for text, w, r in zip(row, widths, right, strict=True)]
             print("  ".join(padded).rstrip())
@@ -163,5 +163,7 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _all_numbers(values: list[Any]) -> bool:
+    """At least one number, and nothing else but gaps."""
+    given = [value for value in values if value is not None]
+    return bool(given) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in given)

@@ -115,7 +115,8 @@ def run_watch(context: Context, arguments: list[str]) -> int:
                 print(msgspec.json.encode(event).decode())
             else:
                 data = event.get("data") or {}
-                shown = " ".join(f"{key}={value}" for key, value in data.items() if not isinstance(value, dict | list))
+                plain = {k: v for k, v in data.items() if v not in (None, "") and not isinstance(v, dict | list)}
+                shown = " ".join(f"{key}={value}" for key, value in plain.items())
                 print(f"{event.get('id')}  {event.get('at')}  {event.get('kind')}  {shown}".rstrip())
             sys.stdout.flush()
             left = None if left is None else left - 1

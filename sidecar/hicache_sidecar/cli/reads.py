@@ -74,9 +74,10 @@ def run_idle(context: Context, arguments: list[str]) -> int:
     if context.json:
         context.document(idle)
         return code
-    context.pairs([("idle", idle.get("idle"))])
+    pairs: list[tuple[str, Any]] = [("idle", idle.get("idle"))]
     if idle.get("missing_ranks"):
-        context.pairs([("missing ranks", idle["missing_ranks"])])
+        pairs.append(("missing ranks", idle["missing_ranks"]))
+    context.pairs(pairs)
     blocked = {(b["rank"], b["name"]) for b in idle.get("blocked_by") or []}
     rows = [
         (rank["rank"], name, count, (rank["rank"], name) in blocked)
@@ -102,9 +103,10 @@ def run_ranks(context: Context, arguments: list[str]) -> int:
         context.document(ranks)
         return code
     listed = ranks.get("ranks") or []
-    context.pairs([("engine", ranks.get("engine_id")), ("expected", ranks.get("expected"))])
+    pairs: list[tuple[str, Any]] = [("engine", ranks.get("engine_id")), ("expected", ranks.get("expected"))]
     if ranks.get("missing_ranks"):
-        context.pairs([("missing ranks", ranks["missing_ranks"])])
+        pairs.append(("missing ranks", ranks["missing_ranks"]))
+    context.pairs(pairs)
     if listed:
         context.line()
         context.table(
@@ -149,7 +151,7 @@ def _print_options(context: Context, backend: dict[str, Any]) -> None:
     schema = backend.get("options_schema")
     properties = schema.get("properties", schema) if isinstance(schema, dict) else {}
     rows = [
-        (name, option.get("type") or option.get("anyOf"), option.get("default"), option.get("description"))
+        (name, _type_name(option), option.get("default"), option.get("description"))
         for name, option in sorted(properties.items())
         if isinstance(option, dict)
     ]
@@ -159,3 +161,9 @@ def _print_options(context: Context, backend: dict[str, Any]) -> None:
     notes = backend.get("notes")
     for note in [notes] if isinstance(notes, str) else notes or []:
         context.line(str(note))
+
+
+def _type_name(option: dict[str, Any]) -> str:
+    """``string|null`` of a JSON schema."""
+    kinds = option.get("anyOf") or [option]
+    return "|".join(str(kind.get("type", "any")) for kind in kinds if isinstance(kind, dict))
