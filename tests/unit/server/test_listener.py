@@ -1,0 +1,201 @@
+"""HTTP on a real TCP socket: Hypercorn's protocol under our guards."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from tests.unit.server.fakes import FakeService
+
+from hicache_proto import api
+from hicache_sidecar.obs.counters import Counters
+from hicache_sidecar.server import listener
+from hicache_sidecar.server.auth import Tokens
+from hicache_sidecar.server.hosts import Hosts
+from hicache_sidecar.server.http import MAX_BODY_BYTES, HttpApi
+from hicache_sidecar.server.listener import GRACE_S, HttpServer, bind_tcp
+from hicache_sidecar.server.routes import BACKEND
+
+
+class Site:
+    def __init__(self) -> None:
+        self.service, self.counters = FakeService(), Counters()
+        self.api = HttpApi(self.service, Tokens, Hosts, self.counters)
+        self.server = HttpServer(self.api, self.counters)
+        self.sockets = bind_tcp("127.0.0.1", 0)
+        self.port = self.sockets[0].getsockname()[1]
+
+    async def connect(self) -> trio.SocketStream:
+        return await trio.open_tcp_stream("127.0.0.1", self.port)
+
+    async def send(self, stream: trio.SocketStream, head: str, body: bytes = b"") -> None:
+        await stream.send_all(f"{head}\r\nHost: 127.0.0.1:{self.port}\r\n".encode() + b"\r\n" + body)
+
+    async def get(self, path: str = BACKEND) -> bytes:
+        stream = await self.connect()
+        await self.send(stream, f"GET {path} HTTP/1.1\r\nConnection: close")
+        return await everything(stream)
+
+
+async def everything(stream: trio.SocketStream) -> bytes:
+    data = b""
+    try:
+        async for chunk in stream:
+            data += bytes(chunk)
+    except trio.BrokenResourceError:
+        pass
+    await stream.aclose()
+    return data
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Site]:
+    site = Site()
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(site.server.serve, site.sockets)
+            yield site
+            site.api.closing.set()
+            site.server.stop()
+
+
+async def test_status_over_tcp() -> None:
+    async with serving() as site:
+        answer = await site.get()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"hypercorn" not in answer.lower()
+        assert b'"state":"engine_down"' in answer
+
+
+async def test_keep_alive_serves_several_requests() -> None:
+    async with serving() as site:
+        stream = await site.connect()
+        for _ in range(3):
+            await site.send(stream, f"GET {BACKEND} HTTP/1.1")
+            data = b""
+            while not data.endswith(b"}"):
+                data += bytes(await stream.receive_some())
+            assert data.startswith(b"HTTP/1.1 200")
+        await stream.aclose()
+
+
+async def test_large_body_is_refused_and_the_answer_arrives() -> None:
+    """413 unread; the client, which went on sending, still reads the answer."""
+    async with serving() as site:
+        stream = await site.connect()
+        await site.send(stream, f"PUT {BACKEND} HTTP/1.1\r\nContent-Length: {4 * MAX_BODY_BYTES}", b"x" * 300_000)
+        data = await everything(stream)
+        assert data.startswith(b"HTTP/1.1 413")
+        assert b'"too_large"' in data
+        assert site.service.seen == []
+
+
+HOSTILE = [
+    b"\x00\x01\x02\x03" * 50,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xaa" * 200,  # a TLS hello
+    b"GET / HTTP/1.1\r\n\r\n",  # no Host
+    b"GET " + b"/" * 200_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nHTTP2-Settings: AAAA\r\nConnection: Upgrade\r\n\r\n",
+    b"GET /events HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"GET /events HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("raw", HOSTILE, ids=lambda raw: raw[:30])
+async def test_hostile_bytes_end_their_connection_only(raw: bytes) -> None:
+    """F95 on the HTTP side: whatever came, the next client is served and nothing reached the service."""
+    async with serving() as site:
+        stream = await site.connect()
+        try:
+            await stream.send_all(raw)
+            await stream.send_eof()
+        except trio.BrokenResourceError:
+            pass
+        await everything(stream)
+        assert site.service.seen == []
+        assert (await site.get("/healthz")).startswith(b"HTTP/1.1 200")
+
+
+async def test_operation_goes_on_when_its_client_leaves() -> None:
+    async with serving() as site:
+        site.service.wait = trio.Event()
+        stream = await site.connect()
+        body = b'{"hicache_storage_backend":"file"}'
+        await site.send(stream, f"PUT {BACKEND} HTTP/1.1\r\nContent-Length: {len(body)}", body)
+        await until(lambda: bool(site.service.seen))
+        await stream.aclose()
+        assert (await site.get("/healthz")).startswith(b"HTTP/1.1 200")
+        site.service.wait.set()
+        await until(lambda: site.counters.get("hicache_http_responses", f"PUT {BACKEND}", "200") == 1)
+
+
+async def test_event_stream_ends_when_the_client_leaves() -> None:
+    async with serving() as site:
+        site.service.events = [api.EventDocument(id=1, kind="snapshot", at="t")]
+        stream = await site.connect()
+        await site.send(stream, "GET /events HTTP/1.1")
+        data = b""
+        while b"event: snapshot" not in data:
+            data += bytes(await stream.receive_some())
+        await stream.aclose()
+        await until(lambda: site.service.watches_closed == 1)
+
+
+async def test_stop_is_quick_with_idle_streaming_and_busy_connections() -> None:
+    """F103: everything is over in less than two seconds."""
+    async with serving() as site:
+        site.service.wait = trio.Event()  # never set: a request that does not end
+        idle, events, busy = [await site.connect() for _ in range(3)]
+        await site.send(events, "GET /events HTTP/1.1")
+        await events.receive_some()
+        await site.send(busy, f"GET {BACKEND} HTTP/1.1")
+        await until(lambda: len(site.service.seen) == 2)
+        started = trio.current_time()
+    assert trio.current_time() - started < GRACE_S + 0.9
+    for stream in (idle, events, busy):
+        await stream.aclose()
+
+
+async def test_client_that_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "SEND_S", 0.2)
+    async with serving() as site:
+        site.service.events = [
+            api.EventDocument(id=n, kind="change", at="t", data={"x": "y" * 100_000}) for n in range(400)
+        ]
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", site.port))
+        client.sendall(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\n\r\n".encode())
+        await until(lambda: site.service.watches_closed == 1)
+        client.close()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
+    async with serving() as site:
+        streams = [await site.connect() for _ in range(3)]
+        await until(lambda: site.server._open == 3)
+        assert await site.get("/healthz") == b""
+        assert site.counters.get("hicache_http_connections", "too_many") == 1
+        for stream in streams:
+            await stream.aclose()
+
+
+async def until(done: object) -> None:
+    """Wait for something that has no event of its own, with a deadline."""
+    assert callable(done)
+    with trio.fail_after(20):
+        while not done():  # noqa: ASYNC110 - the condition is a counter of the code under test
+            await trio.sleep(0.01)
+
+
+def test_address_in_use_is_an_error() -> None:
+    first = bind_tcp("127.0.0.1", 0)[0]
+    with first, pytest.raises(OSError):
+        bind_tcp("127.0.0.1", first.getsockname()[1])
