@@ -50,6 +50,7 @@ class Restart:
         self._news = trio.lowlevel.ParkingLot()
         self._dirty = True
         self._attempts = 0
+        self._jittered = False  # the first attempt's pause was drawn
         self._not_before = -math.inf
         self._last_try = -math.inf
         if pending is not None:
@@ -202,9 +203,10 @@ class Restart:
         if not status.rebuildable(desired[0]):
             log.warning("the desired state lacks its secrets: ranks %s stay as they are", sorted(behind))
             return False
-        if now - self._last_try > STEADY_S:
-            self._attempts = 0
-        if self._attempts == 0 and self._not_before < now:
+        if self._attempts and now - self._last_try > STEADY_S:
+            self._attempts, self._jittered = 0, False
+        if self._attempts == 0 and not self._jittered:
+            self._jittered = True
             self._not_before = now + FIRST_PAUSE_S * random.uniform(0, 1)
         if now < self._not_before:
             with trio.move_on_at(self._not_before):
