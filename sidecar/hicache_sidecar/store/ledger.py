@@ -62,8 +62,6 @@ class Ledger:
             case Adopt():
                 if self.pending is not None:
                     raise Illogical(f"adoption while n={self.pending.n} has no outcome")
-                if record.revision > max(record.n, self.last_n):
-                    raise Illogical(f"adoption of revision {record.revision} above n={max(record.n, self.last_n)}")
             case Snapshot() | Quarantine() | Setting():
                 pass
 

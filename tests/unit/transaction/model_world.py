@@ -99,6 +99,7 @@ class World(NamedTuple):
     replies: tuple[Reply | None, ...] = ()
     lost: frozenset[int] = frozenset()
     doubt_due: bool = False
+    recovered: bool = True  # False from a restart until recovery says Ready
     decided: frozenset[int] = frozenset()
     told: frozenset[tuple[int, str]] = frozenset()
 
@@ -197,9 +198,8 @@ def _finish(w: World, rec: CoordRecord) -> World:
     outcome = rec.outcome if rec.phase is CoordPhase.DONE else "converging"
     if outcome == "a" and rec.n in w.decided:
         raise Bad(f"the client hears A of {rec.n}, the journal said B")
-    return w._replace(
-        coord="idle", journal=journal, told=w.told | {(rec.n, outcome)}, lost=frozenset(), doubt_due=False
-    )
+    then = "idle" if w.recovered else Recovering(answers=(None,) * len(w.ranks))
+    return w._replace(coord=then, journal=journal, told=w.told | {(rec.n, outcome)}, lost=frozenset(), doubt_due=False)
 
 
 def durable(rules: Rules, w: World, *, feed_it: bool = True) -> World:
@@ -250,7 +250,7 @@ def restart(rules: Rules, w: World) -> World:
     """The sidecar starts: every link is a new session."""
     for r in range(len(w.ranks)):
         w = new_session(rules, w, r)
-    return w._replace(coord=Recovering(answers=(None,) * len(w.ranks)))
+    return w._replace(coord=Recovering(answers=(None,) * len(w.ranks)), recovered=False)
 
 
 def new_session(rules: Rules, w: World, r: int) -> World:
@@ -277,10 +277,10 @@ def decide(rules: Rules, w: World) -> World | None:
             return _resume(rules, w, n, participants, Recovered.RESEND_FINALIZE)
         case recovery.Adopt(_, revision, n):
             if w.journal.revision == 0 and revision == 1 and n == 0:
-                return w._replace(coord="idle", doubt_due=False)  # first contact again: the same state
+                return w._replace(coord="idle", doubt_due=False, recovered=True)  # first contact again: the same state
             return w._replace(journal=Journal(None, revision, max(n, w.journal.last_n)))
         case recovery.Ready() | recovery.Split():
-            return w._replace(coord="idle", doubt_due=False)
+            return w._replace(coord="idle", doubt_due=False, recovered=True)
         case recovery.Wait() | recovery.Ask():
             return None
 

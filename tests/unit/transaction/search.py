@@ -61,6 +61,7 @@ def explore(
                     seen[after] = len(parents)
                     parents.append((index, label))
                     order.append(after)
+                label = "a step from here"  # one that raises has no name yet
         except Bad as bad:
             return Found(len(seen), False, str(bad), (*_trace(parents, index), label))
         index += 1

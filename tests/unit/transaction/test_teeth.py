@@ -104,7 +104,8 @@ def drops_late_builds(rec: RankRecord, ev: RankEvent) -> transaction.Step:
 
 def builds_beside_a_builder(rec: RankRecord, ev: RankEvent) -> transaction.Step:
     """Rule 9 off: a builder that still runs does not refuse the next PREPARE."""
-    return transaction.rank_step(replace(rec, builder_n=0) if ev.on is On.PREPARE else rec, ev)
+    newer = ev.on is On.PREPARE and ev.n > rec.n
+    return transaction.rank_step(replace(rec, builder_n=0) if newer else rec, ev)
 
 
 def thaws_without_opening(rec: RankRecord, ev: RankEvent) -> transaction.Step:
