@@ -118,3 +118,15 @@ def test_the_readme_lists_every_setting_and_no_other() -> None:
     section = (ROOT / "README.md").read_text().split("## Configuration")[1].split("\n## ")[0]
     first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {key for cell in first_cells for key in re.findall(r"`([^`]+)`", cell)} == keys
+
+
+def test_the_readmes_transcript_is_of_this_demo() -> None:
+    """Every step of the demo, in order, and the end: a transcript of an older demo fails here."""
+    demo = (ROOT / "sidecar/hicache_sidecar/cli/demo.py").read_text()
+    titles = re.findall(r'show\.step\("([^"]+)"\)', demo)
+    assert len(titles) >= 9
+    text = (ROOT / "README.md").read_text()
+    transcript = text.split("<!-- demo:begin -->")[1].split("<!-- demo:end -->")[0]
+    shown = re.findall(r"^== \d+\. (.+)$", transcript, re.MULTILINE)
+    assert shown == titles
+    assert "checks held" in transcript
