@@ -42,7 +42,6 @@ def take(environ: MutableMapping[str, str]) -> Inherited:
     for index in range(int(count)):
         fd = FIRST_FD + index
         label = labels[index] if index < len(labels) else ""
-        os.set_inheritable(fd, False)
         sock = _open(fd, label)
         name = _purpose(sock, label, fd)
         (found.control if name == "control" else found.http).append(sock)
@@ -51,11 +50,10 @@ def take(environ: MutableMapping[str, str]) -> Inherited:
 
 def _open(fd: int, label: str) -> socket.socket:
     try:
-        sock = socket.socket(fileno=os.dup(fd))
+        os.set_inheritable(fd, False)
+        sock = socket.socket(fileno=fd)
     except OSError as exc:
         raise ActivationError(f"descriptor {fd} ({label or 'unnamed'}) is not a socket: {exc.strerror}") from None
-    os.close(fd)
-    sock.set_inheritable(False)
     sock.setblocking(False)
     return sock
 

@@ -26,7 +26,8 @@ _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]+")
 
 def redact(text: str) -> str:
     """The backstop behind every layer's own redaction: a vendor's exception may quote its configuration (F94)."""
-    return _BEARER.sub(rf"\1{REDACTED}", redact_text(text))
+    # Bearer first: by key alone, "Authorization: Bearer x" would lose the scheme and keep the token.
+    return redact_text(_BEARER.sub(rf"\1{REDACTED}", text))
 
 
 class RedactingFilter(logging.Filter):

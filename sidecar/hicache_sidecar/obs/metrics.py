@@ -108,6 +108,11 @@ class Metrics:
         yield "gauge", "hicache_ranks_expected", "Ranks that the topology promises", (), [((), registry.expected)]
         yield "gauge", "hicache_ranks_connected", "Ranks that are connected", (), [((), len(registry.live))]
         yield "gauge", "hicache_ready", "Topology complete and recovery ended", (), [((), coordinator.ready()[0])]
+        status = coordinator.ctx.status()
+        yield "gauge", "hicache_state", f"0..8: {', '.join(STATE_NUMBERS)}", (), [((), STATE_NUMBERS[status.state])]
+        yield "gauge", "hicache_revision", "Revision of the agreed state", (), [((), status.revision)]
+        yield "gauge", "hicache_drift", "Fields of ranks that differ from desired", (), [((), len(status.drift))]
+        yield "gauge", "hicache_ranks_missing", "Expected, not connected", (), [((), len(status.missing_ranks))]
         yield from self._ranks(sessions, registry, reports)
         yield from self._storage()
         yield (
