@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -71,18 +73,32 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert reopened(journal, tmp_path).desired == (DETACHED, 4)
 
 
+DETACH_AND_DIE = """
+import os, sys
+from hicache_proto.model import TargetState
+from hicache_sidecar.store.journal import Journal
+journal = Journal.open(sys.argv[1])
+a, revision = journal.desired
+journal.begin(n=2, operation_id="op-2", kind="detach", a=a, b=TargetState(), participants=(0, 1))
+journal.outcome_b(2, {"success": True})
+os.kill(os.getpid(), 9)  # right after the decision, before any answer
+"""
+
+HOLD = """
+import sys
+from hicache_sidecar.store.journal import Journal
+journal = Journal.open(sys.argv[1])
+print("x", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_detach_survives_the_death_of_the_daemon(tmp_path: Path) -> None:
     """F26: the decision is durable before the command goes out; after SIGKILL the tenant stays detached."""
     journal = Journal.open(tmp_path)
     commit(journal, 1, FILE)
     journal.close()
-    pid = os.fork()
-    if pid == 0:
-        child = Journal.open(tmp_path)
-        child.begin(n=2, operation_id="op-2", kind="detach", a=FILE, b=DETACHED, participants=(0, 1))
-        child.outcome_b(2, {"success": True})
-        os.kill(os.getpid(), 9)  # right after the decision, before any answer
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
+    assert subprocess.run([sys.executable, "-c", DETACH_AND_DIE, str(tmp_path)], check=False).returncode == -9
     again = Journal.open(tmp_path)
     assert again.desired == (DETACHED, 2)
     assert again.pending is None
@@ -193,21 +209,14 @@ def test_one_daemon_per_state_directory(tmp_path: Path) -> None:
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     """SIGKILL leaves nothing that blocks the next start."""
-    ready, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.read(1) == b"x"
+    with pytest.raises(StateDirLocked, match=str(child.pid)):
         Journal.open(tmp_path)
-        os.write(go, b"x")
-        threading.Event().wait(30)
-        os._exit(1)
-    os.read(ready, 1)
-    with pytest.raises(StateDirLocked):
-        Journal.open(tmp_path)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
+    child.kill()
+    child.communicate(timeout=10)
     Journal.open(tmp_path).close()
-    os.close(ready)
-    os.close(go)
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
