@@ -2,6 +2,8 @@
 
 import pytest
 import trio
+from tests.protocol.support import endpoint, fast, rig, sidecar, stub_sees
+from tests.rigs.stub_ranks import NEVER, StubEngine
 
 from hicache_proto import api
 from hicache_proto.errors import (
@@ -16,8 +18,6 @@ from hicache_proto.errors import (
     UnsupportedByEngine,
 )
 from hicache_proto.model import Capabilities
-from tests.protocol.support import endpoint, fast, rig, sidecar, stub_sees
-from tests.rigs.stub_ranks import NEVER, StubEngine
 
 PUT, OTHER = '{"path": "/a", "prefetch_threshold": 256}', '{"path": "/b", "prefetch_threshold": 256}'
 
@@ -68,7 +68,7 @@ async def test_builder_that_never_ends(tmp_path):
 
 async def test_same_backend_compares_configs(tmp_path):
     """F20: equal is a no-op, live keys are applied and named, other keys need a swap and change nothing."""
-    async with rig(tmp_path, dp=2) as (side, stub):
+    async with rig(tmp_path, dp=2) as (side, _stub):
         await side.attach(config=PUT)
         revision = (await side.status()).revision
         again = await side.attach(config=PUT)

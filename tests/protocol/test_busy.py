@@ -2,10 +2,10 @@
 
 import pytest
 import trio
+from tests.protocol.support import rig, stub_sees
 
 from hicache_proto import api
 from hicache_proto.errors import HicacheError, Inconsistent, InvalidRequest, NotIdle, OperationInProgress
-from tests.protocol.support import rig, stub_sees
 
 
 async def test_transfers_block_detach(tmp_path):
@@ -143,7 +143,7 @@ async def test_one_operation_at_a_time(tmp_path):
         failures: list[HicacheError] = []
 
         async def detach():
-            failures.append((await _error(side.detach(wait_timeout_s=1.5))))
+            failures.append(await _error(side.detach(wait_timeout_s=1.5)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(detach)

@@ -427,7 +427,8 @@ class Drive:
     # ---- the end
 
     def _leave(self, phase: CoordPhase) -> None:
-        took_ms = (trio.current_time() - self._started.pop(phase.value, trio.current_time())) * 1000
+        now = trio.current_time()
+        took_ms = (now - self._started.pop(phase.value, now)) * 1000
         if phase is CoordPhase.PREPARE:
             self.outcome.prepare_ms += took_ms
         elif phase is CoordPhase.FREEZE:
