@@ -72,7 +72,11 @@ class Process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the whole group: the parent decides
         signal.signal(signal.SIGTERM, lambda *_: self._loop.stop(self._spec.options.stop_timeout - 1.0))
         self._link.send(messages.Up(self._spec.rank, self._spec.epoch, os.getpid(), self._view))
-        self._loop.run()
+        try:
+            self._loop.run()
+        except BaseException:  # the rank cannot go on; threads that still run must not keep the process either
+            log.exception("the scheduler ended by an error")
+            _exit_hard()
         return self._leave()
 
     def _leave(self) -> int:
