@@ -44,7 +44,9 @@ class BackendsRequest(msgspec.Struct, frozen=True, tag_field="type", tag="backen
     pass
 
 
-class AttachRequest(ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="attach", forbid_unknown_fields=True):  # noqa: E501
+class AttachRequest(
+    ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="attach", forbid_unknown_fields=True
+):
     """PUT: attach, policy update, or swap."""
 
     hicache_storage_backend: str
@@ -56,11 +58,15 @@ class AttachRequest(ChangeOptions, frozen=True, kw_only=True, tag_field="type", 
     force: bool = False  # admin: attach a config that is quarantined
 
 
-class DetachRequest(ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="detach", forbid_unknown_fields=True):  # noqa: E501
+class DetachRequest(
+    ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="detach", forbid_unknown_fields=True
+):
     pass
 
 
-class PolicyRequest(ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="policy", forbid_unknown_fields=True):  # noqa: E501
+class PolicyRequest(
+    ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="policy", forbid_unknown_fields=True
+):
     """Change live keys of what is attached (or the policies alone while detached)."""
 
     hicache_storage_prefetch_policy: str | None = None
@@ -105,7 +111,9 @@ class HistoryRequest(msgspec.Struct, frozen=True, tag_field="type", tag="history
     pass
 
 
-class RollbackRequest(ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="rollback", forbid_unknown_fields=True):  # noqa: E501
+class RollbackRequest(
+    ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="rollback", forbid_unknown_fields=True
+):
     revision: int
 
 

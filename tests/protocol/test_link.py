@@ -66,7 +66,7 @@ async def until(what, within_s=WAIT_S):
     """The link has no registry here: look at each turn of the loop, with an end."""
     with trio.fail_after(within_s):
         while not what():  # noqa: ASYNC110 - nothing to wait on without a registry
-            await trio.sleep(0.005)
+            await trio.sleep(0.005)  # pace of a poll
 
 
 async def introduce(link, sock, session="s1"):
