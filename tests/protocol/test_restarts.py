@@ -1,14 +1,16 @@
 """Who restarts, and what is true afterwards: the sidecar, the engine, one rank; first contact, drift, broken disks."""
 
+import contextlib
+
 import msgspec
 import pytest
 import trio
+from tests.protocol.support import endpoint, fast, rig, sidecar, stub_sees
+from tests.rigs.stub_ranks import NEVER, StubEngine
 
 from hicache_proto import api
 from hicache_proto.errors import HicacheError, InvalidRequest
 from hicache_sidecar.store.disk import Disk
-from tests.protocol.support import endpoint, fast, rig, sidecar, stub_sees
-from tests.rigs.stub_ranks import NEVER, StubEngine
 
 # The sidecar's death in these tests is the end of its tasks without a word to any rank, which is what a rank sees
 # of SIGKILL; the crash matrix does the same with real processes.
@@ -44,10 +46,8 @@ async def test_sidecar_dies_before_commit(tmp_path, phase):
 
 
 async def _ignore_end(side):
-    try:
+    with contextlib.suppress(HicacheError):
         await side.attach(timeout_s=30)
-    except HicacheError:
-        pass
 
 
 async def _shielded(fn, *args):
