@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache_hooks.cache.pools import DevicePool
-from hicache_hooks.embedded.batch import Span
+from hicache_hooks.embedded.batch import KEY_TILE, ROWS, Span
 from hicache_hooks.embedded.model import Model
 from hicache_hooks.embedded.options import ModelShape
 
@@ -148,6 +148,34 @@ def test_the_output_depends_on_every_page(model: Model) -> None:
             at += 1
         seen += out != expected
     assert seen == 10
+
+
+def test_every_product_has_the_shape_that_its_positions_say(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule itself, because a BLAS may happen to round alike for other shapes: equal bits here prove it nowhere."""
+    rows: set[int] = set()
+    keys: list[int] = []
+    mm, bmm = torch.mm, torch.bmm
+
+    def seen_mm(a: torch.Tensor, b: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        rows.add(a.shape[0])
+        return mm(a, b, **out)
+
+    def seen_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.shape[1] == ROWS * SHAPE.heads // SHAPE.kv_heads
+        keys.append(max(a.shape[2], b.shape[2]))
+        return bmm(a, b)
+
+    monkeypatch.setattr(torch, "mm", seen_mm)
+    monkeypatch.setattr(torch, "bmm", seen_bmm)
+    pool = pool_of(model)
+    long, short = text(6, 300), text(7, 5)
+    model.forward([Span(long, 0, list(range(20)), sample=True), Span(short, 0, [20], sample=True)], pool)
+    assert rows == {ROWS}
+    assert set(keys) == {KEY_TILE, 2 * KEY_TILE}
+    keys.clear()
+    model.forward([Span([1], 299, list(range(20)), sample=True)], pool)
+    assert set(keys) == {2 * KEY_TILE}
+    assert rows == {ROWS}
 
 
 def test_weights_come_from_the_seed_alone(model: Model) -> None:
