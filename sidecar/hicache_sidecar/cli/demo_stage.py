@@ -95,7 +95,8 @@ class Stage:
         with log.open("wb") as output:
             program = subprocess.Popen(
                 [sys.executable, "-c", f"from {module} import entry; entry()", *flags],  # as the console script
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=clean_environment(),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=clean_environment() | {"XDG_RUNTIME_DIR": self._directory},  # the engine's own sockets go with it
                 start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         self._programs.append((name, program, log))
