@@ -122,7 +122,7 @@ class Prefetcher:
         op.keys = op.keys[:n]
         op.asked = n
         op.fetching = True
-        if op.set.read(op.cut(limits.batch_pages)):
+        if op.set.read(op.cut(op.set.batch_pages)):
             return True
         op.cancelled = 1
         return False

@@ -32,7 +32,8 @@ class SetLimits:
     """Bounds of a set; fractions are of the host pool's pages (F44)."""
 
     threads_per_direction: int = 3
-    batch_pages: int = 16  # pages per backend call; one fetch is split into such batches among the threads
+    batch_pages: int = 32  # most pages per backend call; one fetch is split into such batches among the threads
+    batch_bytes: int = 4 << 20  # and most bytes: what was checksummed should still be in the cache when it is written
     prefetch_fraction: float = 0.5  # pages that prefetches may own together: the rest stays for serving
     backup_fraction: float = 0.5  # pages that backups may pin together; above it writes are dropped and counted
     stall_after_s: float = 10.0  # no completion for this long while there is work: reported as stalled (F39)
@@ -64,6 +65,7 @@ class StorageSet:
         self.knobs = knobs
         self.limits = limits
         self.namespace = pages.namespace
+        self.batch_pages = max(1, min(limits.batch_pages, limits.batch_bytes // pages.page_bytes))
         self.io = PageIo(store, host, pages) if store is not None else None
         self.active = False
         self.bypassed = False

@@ -117,7 +117,7 @@ class Writer:
         if set_.knobs.hicache_storage_pass_prefix_keys and node.parent is not None:
             above = [h for up in s.tree.path(node.parent) for h in up.hashes or []]
             backup.prefix_keys = [page_key(s.namespace, h) for h in above]
-        if not set_.write(backup.cut(set_.limits.batch_pages)):
+        if not set_.write(backup.cut(set_.batch_pages)):
             s.host_ledger.end(backup.number, Ended.CANCELLED)
             return False
         s.tree.lock_host(node)
