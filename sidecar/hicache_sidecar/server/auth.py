@@ -39,18 +39,18 @@ def read_token(path: Path) -> str:
             mode = os.fstat(file.fileno()).st_mode
             raw = file.read(MAX_TOKEN_FILE_BYTES + 1)
     except OSError as exc:
-        raise TokenError(f"token file {path}: {exc.strerror}") from exc
+        raise TokenError(f"token file {path} cannot be read: {exc.strerror}") from exc
     if mode & stat.S_IWOTH:
         raise TokenError(f"token file {path} can be written by everybody: chmod o-w it")
     if mode & stat.S_IROTH:
         log.warning("token file %s can be read by everybody on this host", path)
     token = raw.strip()
     if not token or len(raw) > MAX_TOKEN_FILE_BYTES:
-        raise TokenError(f"token file {path}: a token has 1 to {MAX_TOKEN_FILE_BYTES} characters")
+        raise TokenError(f"token file {path} holds no token (1 to {MAX_TOKEN_FILE_BYTES} characters)")
     if len(token) < GUESSABLE_CHARS:
-        log.warning("token file %s: a token of less than %d characters can be guessed", path, GUESSABLE_CHARS)
+        log.warning("token file %s holds less than %d characters, which can be guessed", path, GUESSABLE_CHARS)
     if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise TokenError(f"token file {path}: a token is one line of printable ASCII without spaces")
+        raise TokenError(f"token file {path} holds no token (one line of printable ASCII, no spaces)")
     return token.decode("ascii")
 
 
@@ -111,4 +111,8 @@ def _digest(token: str) -> bytes:
 
 
 def _existing(path: Path) -> Path | None:
-    return path if path.is_file() else None
+    """A credential that the unit was given. One that is there and cannot be read is an error, never "no token"."""
+    try:
+        return path if path.is_file() else None
+    except OSError as exc:
+        raise TokenError(f"credential {path} cannot be read: {exc.strerror}") from exc

@@ -6,6 +6,7 @@ import pytest
 
 from hicache_proto.errors import Unauthenticated
 from hicache_sidecar.core.actor import Role
+from hicache_sidecar.obs.logging import redact
 from hicache_sidecar.server.auth import CREDENTIAL, VIEWER_CREDENTIAL, TokenError, Tokens, read_token
 
 FULL, VIEWER = "full-token-0123456789", "viewer-token-0123456789"
@@ -53,6 +54,7 @@ def test_bad_files_are_refused_without_showing_them(content: bytes, tmp_path: Pa
         read_token(put(tmp_path / "token", content))
     assert str(tmp_path / "token") in str(caught.value)
     assert "0123456" not in str(caught.value)
+    assert str(tmp_path / "token") in redact(str(caught.value))  # the log still says which file
 
 
 def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
