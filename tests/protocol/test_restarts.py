@@ -170,7 +170,7 @@ async def test_drift_is_shown_and_resolved(tmp_path):
                 rank.state = msgspec.structs.replace(rank.state, write_policy="write_back")
 
         stub.do(meddle)
-        await side.until(lambda: bool(side.coordinator.status_drift()))
+        await side.until(lambda: bool(side.coordinator.ctx.status().drift))
         n = side.journal.last_n
         drift = (await side.status()).drift
         assert [(d.rank, d.field, d.desired, d.reported) for d in drift] == [
@@ -182,7 +182,7 @@ async def test_drift_is_shown_and_resolved(tmp_path):
         assert (await side.status()).drift == []
         assert {s.state.write_policy for s in stub.ranks.values()} == {"write_through"}
         stub.do(meddle)
-        await side.until(lambda: bool(side.coordinator.status_drift()))
+        await side.until(lambda: bool(side.coordinator.ctx.status().drift))
         await side.ask(api.ResolveRequest(how="adopt", reason="wanted"))
         document = await side.status()
         assert document.drift == []

@@ -8,7 +8,8 @@ a vendor's exception that quotes what it was given. Pure.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "***"
@@ -30,13 +31,16 @@ _SECRET_PAIRS = (
     "sk",
 )
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+# The lookbehinds keep both patterns linear: a match starts at the start of a word only.
 # key = value / "key": "value" / key: value, in text that did not parse
-_IN_TEXT = re.compile(
-    r"""(?P<key>["']?[A-Za-z_][\w.\-]*["']?)(?P<sep>\s*[:=]\s*)(?P<value>"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|[^\s,;}\])]+)"""
+_KEY_IN_TEXT = re.compile(r"""(?<![\w.\-])(?P<key>["']?[A-Za-z_][\w.\-]*["']?)\s*[:=]\s*""")
+_VALUE_IN_TEXT = re.compile(r"""\"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|[^\s,;}\])]+""")
+_URL_USERINFO = re.compile(
+    r"(?<![A-Za-z0-9+.\-])(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/@]+)@"
 )
-_URL_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<user>[^\s/@:]*):(?P<password>[^\s/@]+)@")
 
 
+@lru_cache(maxsize=4096)
 def is_secret_key(key: str) -> bool:
     """Whether a key's value is to be hidden."""
     words = [w.lower() for w in _WORDS.findall(key)]
@@ -82,14 +86,24 @@ def redact_text(text: str, known: Iterable[str] = ()) -> str:
         if len(secret) >= _MIN_SCRUB:
             text = text.replace(secret, REDACTED)
 
-    def hide(match: re.Match[str]) -> str:
-        if not is_secret_key(match["key"].strip("\"'")):
-            return match[0]
-        quote = match["value"][0] if match["value"][0] in "\"'" else ""
-        return f"{match['key']}{match['sep']}{quote}{REDACTED}{quote}"
-
     text = _URL_USERINFO.sub(rf"\g<scheme>\g<user>:{REDACTED}@", text)
-    return _IN_TEXT.sub(hide, text)
+    done, parts = 0, []
+    for start, end in _secret_spans(text):
+        quote = text[start] if text[start] in "\"'" else ""
+        parts += [text[done:start], quote, REDACTED, quote]
+        done = end
+    return "".join([*parts, text[done:]])
+
+
+def _secret_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Where values of secret keys stand in free text. A plain key's value may itself hold an assignment."""
+    at = 0
+    while (key := _KEY_IN_TEXT.search(text, at)) is not None:
+        at = key.end()
+        value = _VALUE_IN_TEXT.match(text, at) if is_secret_key(key["key"].strip("\"'")) else None
+        if value is not None:
+            yield value.span()
+            at = value.end()
 
 
 def secrets_in(config: str | None) -> set[str]:
@@ -99,7 +113,7 @@ def secrets_in(config: str | None) -> set[str]:
     try:
         document = json.loads(config)
     except (ValueError, RecursionError):
-        return {m["value"].strip("\"'") for m in _IN_TEXT.finditer(config) if is_secret_key(m["key"].strip("\"'"))}
+        return {config[start:end].strip("\"'") for start, end in _secret_spans(config)}
     found: set[str] = set()
     _collect(document, False, found)
     return found

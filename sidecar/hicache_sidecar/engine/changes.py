@@ -293,16 +293,18 @@ class Changes:
             NotIdle: with every blocker. Inconsistent: a mandatory counter is missing.
         """
         ctx = self.ctx
-        fresh: set[int] = set()
 
-        def took(result: RankAnswer) -> None:
-            if result.ok:
-                fresh.add(result.rank)
+        async def ask(nursery: trio.Nursery) -> None:
+            await ctx.fanout.ask(ctx.sessions(), 0, AskReport(), trio.current_time() + ctx.settings.call_s)
+            nursery.cancel_scope.cancel()
 
-        await ctx.fanout.ask(ctx.sessions(), 0, AskReport(), trio.current_time() + PROBE_S, took)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, nursery)
+            await trio.sleep(PROBE_S)
+            if any(not idle.is_idle(s.report.idle) for s in ctx.registry.live.values()):
+                nursery.cancel_scope.cancel()  # who is late is not waited for: its last report counts
         reports = {rank: s.report.idle for rank, s in ctx.registry.live.items()}
         idle.check_complete(reports)
-        # A rank that did not answer in time is asked again by FREEZE; here its last report counts.
         if any(not idle.is_idle(report) for report in reports.values()):
             job.blocked_by = idle.blockers(reports)
             raise idle.not_idle(verb, reports)

@@ -113,6 +113,7 @@ class Drive:
         self._started: dict[str, float] = {}
         self._errors: dict[int, HicacheError] = {}
         self._lost_ranks: set[int] = set()
+        self._blocked: dict[int, list[tuple[str, int]]] = {}
         wait = move.mode == "strict" and move.wait_s > 0
         self.rec, self._first = coord_start(
             move.n, frozenset(move.participants), drain=move.mode == "drain", hot=move.mode == "hot", wait=wait
@@ -373,14 +374,17 @@ class Drive:
         if what is good.get(self.rec.phase):
             self._post(CoordEvent(See.SAID, rank=session.rank, said=what))
         if self.rec.phase in (CoordPhase.WAIT, CoordPhase.FREEZE):
-            self._see_blockers()
+            self._see_blockers(session)
         if self.rec.phase is CoordPhase.WAIT:
             self.watch.saw(session)
 
-    def _see_blockers(self) -> None:
-        now = self.blockers()
-        if [(b.rank, b.name, b.count) for b in now] != [(b.rank, b.name, b.count) for b in self.job.blocked_by]:
-            self.job.blocked_by = now
+    def _see_blockers(self, session: Session) -> None:
+        """Show what blocks, live. Only the rank that reported is looked at: 256 ranks report in every phase."""
+        now = idle.blockers({session.rank: session.report.idle})
+        names = [(b.name, b.count) for b in now]
+        if names != self._blocked.get(session.rank, []):
+            self._blocked[session.rank] = names
+            self.job.blocked_by = self.blockers()
             self.job.tell()
 
     def blockers(self) -> list[Blocker]:
