@@ -7,6 +7,7 @@ and lets everything run on without new faults: it must end with all ranks on the
 from collections import deque
 from typing import NamedTuple
 
+from tests.unit.transaction import model_steps as steps
 from tests.unit.transaction import model_world as mw
 from tests.unit.transaction.model_rank import BOOT, NO_TIMER, Bad, apply, says
 from tests.unit.transaction.model_world import Recovering, Rules, Scenario, World
@@ -56,7 +57,7 @@ def explore(
         try:
             if index % settle_every == 0:
                 settle(rules, world)
-            for label, after in mw.successors(rules, world):
+            for label, after in steps.successors(rules, world):
                 if after not in seen:
                     seen[after] = len(parents)
                     parents.append((index, label))
@@ -112,7 +113,7 @@ def _fair_step(rules: Rules, w: World) -> World | None:
         for n in rank.builders:
             return w._replace(ranks=mw.put(w.ranks, r, apply(rules.rank_step, rank, RankEvent(On.BUILT, n))))
         if rank.timer != NO_TIMER:
-            return mw.lease_ends(rules, w, r)
+            return steps.lease_ends(rules, w, r)
     return None
 
 
@@ -127,7 +128,7 @@ def _fair_operation(rules: Rules, w: World, rec: CoordRecord) -> World:
             for r in sorted(rec.participants - rec.have):
                 if r in w.lost:
                     return mw.feed(rules, w, CoordEvent(See.LOST, r))
-                _, w = next(mw.deliver(rules, w, r, (kind, rec.n, 0)))
+                _, w = next(steps.deliver(rules, w, r, (kind, rec.n, 0)))
                 after = mw.feed(rules, w, CoordEvent(See.SAID, r, says(w.ranks[r], rec.n)))
                 if after != w:
                     return after
@@ -187,7 +188,7 @@ def _happy_step(rules: Rules, w: World, rec: CoordRecord) -> World:
     tag = mw.tag_of(rec)
     for r in sorted(rec.participants - rec.have):
         if tag is not None:
-            _, w = next(mw.deliver(rules, w, r, tag))
+            _, w = next(steps.deliver(rules, w, r, tag))
         for n in w.ranks[r].builders:
             w = w._replace(ranks=mw.put(w.ranks, r, apply(rules.rank_step, w.ranks[r], RankEvent(On.BUILT, n))))
         w = mw.feed(rules, w, CoordEvent(See.SAID, r, says(w.ranks[r], rec.n)))

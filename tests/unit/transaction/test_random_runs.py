@@ -6,6 +6,7 @@ Every step is one of the model's successors, so the same invariants are checked;
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tests.unit.transaction import model_steps as steps
 from tests.unit.transaction import model_world as mw
 from tests.unit.transaction.search import REAL, Scenario, settle
 
@@ -36,10 +37,10 @@ class RandomRun(RuleBasedStateMachine):
         self.world = mw.start(Scenario(ranks=ranks, ops=ops, **shape, **faults))  # type: ignore[arg-type]
 
     def take(self, pick: int, words: tuple[str, ...]) -> None:
-        steps = [after for name, after in mw.successors(REAL, self.world) if any(word in name for word in words)]
-        steps = [after for after in steps if after != self.world]
-        if steps:
-            self.world = steps[pick % len(steps)]
+        found = [after for name, after in steps.successors(REAL, self.world) if any(word in name for word in words)]
+        found = [after for after in found if after != self.world]
+        if found:
+            self.world = found[pick % len(found)]
 
     @rule(pick=st.integers(0, 10_000))
     def anything(self, pick: int) -> None:

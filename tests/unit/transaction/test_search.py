@@ -72,6 +72,7 @@ def test_no_invariant_is_broken_near_the_start_of_the_largest(name: str) -> None
 
 def test_the_model_reaches_both_outcomes() -> None:
     """A search that never decides anything would prove nothing: both outcomes, and the window of rule 3, occur."""
+    from tests.unit.transaction import model_steps as steps
     from tests.unit.transaction import model_world as mw
     from tests.unit.transaction.search import REAL
 
@@ -79,7 +80,7 @@ def test_the_model_reaches_both_outcomes() -> None:
     order = list(seen)
     told: set[tuple[int, str]] = set()
     while order and len(told) < 3:
-        for _, after in mw.successors(REAL, order.pop()):
+        for _, after in steps.successors(REAL, order.pop()):
             if after not in seen:
                 seen.add(after)
                 order.append(after)
