@@ -244,16 +244,19 @@ class CacheController:
 
     def pump(self) -> int:
         """Process completions of transfers; returns how many. Each loop pass, also when idle (F1)."""
-        inbox = self._s.inbox
+        s = self._s
         done = 0
-        while inbox:
-            operation = inbox.popleft()
+        while s.inbox:
+            operation = s.inbox.popleft()
             done += 1
             try:
                 self._reported(operation)
             except Exception:  # a defect of ours must not end the scheduler; tests demand that it stays at 0
-                self._s.stats["internal_errors"] += 1
+                s.stats["internal_errors"] += 1
                 log.exception("completion of %s went wrong", type(operation).__name__)
+        if done and not (s.device_ledger.balanced and s.host_ledger.balanced):
+            s.stats["internal_errors"] += 1
+            log.error("page ledgers do not add up (F42)")
         return done
 
     def _reported(self, operation: Operation) -> None:

@@ -66,6 +66,11 @@ class PageLedger:
         """Operations that have not ended."""
         return len(self._operations)
 
+    @property
+    def balanced(self) -> bool:
+        """Rule 1 by the counts alone: cheap enough for every idle moment; ``check`` looks at each page."""
+        return self.free + self._tree + self.reserved == self.total
+
     def begin(self, kind: str) -> int:
         """Open an operation that owns nothing yet; returns its number."""
         number = self._next

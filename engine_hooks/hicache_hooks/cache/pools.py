@@ -49,7 +49,10 @@ class DevicePool:
 
 
 class HostPool:
-    """Host pages. ``page_bytes`` is the length of every page buffer that a store sees."""
+    """Host pages. ``page_bytes`` is the length of every page buffer that a store sees.
+
+    ``pages`` is a view of all payloads in canonical order, ``(page, kv, layer, token, head, dim)``.
+    """
 
     def __init__(self, geometry: KvGeometry, num_pages: int, *, pinned: bool = False) -> None:
         """
@@ -66,12 +69,12 @@ class HostPool:
         self._staging: Staging | None = None
         if geometry.contiguous_pages:
             self._buffers = _aligned(num_pages * self.page_bytes, pinned)
-            self._pages = _payloads(self._buffers, geometry, num_pages, self.page_bytes)
+            self.pages = _payloads(self._buffers, geometry, num_pages, self.page_bytes)
         else:
             g = geometry
             raw = _aligned(num_pages * g.payload_bytes, pinned)
             whole = raw.view(g.dtype).view(2, g.layers, num_pages, g.page_size, g.kv_heads, g.head_dim)
-            self._pages = whole.permute(2, 0, 1, 3, 4, 5)
+            self.pages = whole.permute(2, 0, 1, 3, 4, 5)
             staged = min(STAGING_PAGES, num_pages)
             self._buffers = _aligned(staged * self.page_bytes, pinned)
             self._staging = Staging(_payloads(self._buffers, g, staged, self.page_bytes), staged)
@@ -83,11 +86,11 @@ class HostPool:
 
     def page(self, i: int) -> torch.Tensor:
         """Payload of page ``i`` in canonical order ``(kv, layer, token, head, dim)``. A view."""
-        return self._pages[i]
+        return self.pages[i]
 
     def stored(self, i: int) -> torch.Tensor:
         """Payload of page ``i`` in the order of its bytes. A view, contiguous except in ``layer_first``."""
-        return self._pages[i].permute(self.geometry.to_stored)
+        return self.pages[i].permute(self.geometry.to_stored)
 
     def page_view(self, i: int) -> memoryview:
         """Page buffer ``i``, payload and trailer, without a copy.

@@ -30,7 +30,7 @@ class Copier:
             # numpy instead of Tensor.copy_: torch would start an OpenMP team for every transfer thread.
             ints = _INTS[device.geometry.dtype.itemsize]
             self._device_pages = device.data.view(ints).numpy().transpose(2, 0, 1, 3, 4, 5)
-            self._host_pages = [host.page(i).view(ints).numpy() for i in range(host.num_pages)]
+            self._host_pages = host.pages.view(ints).numpy()
 
     def mark(self) -> Any:
         """*scheduler*: the point in the compute stream after which a copy may start; None on CPU."""

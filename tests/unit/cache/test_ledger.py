@@ -103,3 +103,15 @@ def test_a_wrong_tree_is_noticed() -> None:
     ledger.to_tree(number, ledger.take(number, 2) or [])
     with pytest.raises(LedgerError):
         ledger.check_tree([0])
+
+
+def test_counts_that_do_not_add_up_are_noticed() -> None:
+    """F42: the cheap check of every idle moment."""
+    ledger = PageLedger(4)
+    number = ledger.begin("x")
+    ledger.take(number, 2)
+    assert ledger.balanced
+    ledger._operations[number][1].pop()
+    assert not ledger.balanced
+    with pytest.raises(LedgerError):
+        ledger.check()

@@ -149,3 +149,27 @@ def test_cycles_leave_threads_and_descriptors_as_they_were() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert all(store.closed == 1 for store in stores)
     rig.close()
+
+
+def test_a_set_that_gets_too_few_threads_stops_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F14: the start fails as a whole, and the set can be closed."""
+    before = _threads()
+    rig = Rig(manual=True)
+    store = MemoryStore()
+    half = rig.make_set(store)
+    start, started = threading.Thread.start, []
+
+    def scarce(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(RuntimeError, match="new thread"):
+        half.start_parked()
+    assert len(started) == 3
+    assert _threads() == before
+    assert half.close()
+    assert store.closed == 1
+    rig.close()
