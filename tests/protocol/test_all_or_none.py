@@ -306,3 +306,30 @@ async def test_expired_finalize_converges(tmp_path):
         assert answers[0].success
         assert stub.backends == {0: "file", 1: "file"}
         assert (await side.status()).drift == []
+
+
+async def test_reconnecting_rank_goes_on(tmp_path):
+    """A connection that breaks and comes back (same process, new session, still holding n) is no loss."""
+    async with rig(tmp_path, fast(reconnect_grace_s=1.5, liveness_s=3.0), dp=2) as (side, stub):
+        stub.ranks[1].set(build_delay_s=1.0)
+        answers = []
+
+        async def attach():
+            answers.append(await side.attach())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attach)
+            await stub_sees(stub, lambda: stub.ranks[1].rec.phase == "preparing")
+            stub.do(stub.ranks[1].connect)
+        assert answers[0].success
+        assert stub.backends == {0: "file", 1: "file"}
+
+
+async def test_bypass_with_a_rank_missing(tmp_path):
+    """Bypass reaches who is there, and says who is not: never a success that hides a rank."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        await trio.to_thread.run_sync(stub.kill, 1)
+        await side.until(lambda: side.coordinator.registry.missing_ranks == [1])
+        answer = await side.ask(api.BypassRequest(enabled=True))
+        assert (answer.success, [r.success for r in answer.ranks]) == (False, [True, False])
+        assert stub.ranks[0].state.bypass

@@ -37,21 +37,26 @@ class Direct:
         """Reads miss, writes are skipped, on every rank, at once; under load and during an operation as well.
 
         Raises:
-            NoEngine: no rank, or not all. HicacheError: a rank refused; the others did as told.
+            NoEngine: no rank is connected. HicacheError: a rank refused; the others did as told.
         """
         ctx = self.ctx
-        ctx.require_engine()
+        if not ctx.registry.live:
+            ctx.require_engine()
         was = [session.report.state.bypass for session in ctx.registry.live.values()]
         answers = await ctx.ask_all(Bypass(enabled=request.enabled), trio.current_time() + ctx.settings.call_s)
         _refuse(answers)
         ctx.hub.publish("bypass", enabled=request.enabled)
         word = "on" if request.enabled else "off"
+        missing = ctx.registry.missing_ranks
+        rows = [api.RankResult(rank=rank, success=True, message=f"bypass {word}") for rank in answers]
+        rows += [api.RankResult(rank=rank, success=False, message="not connected") for rank in missing]
         return api.BypassAnswer(
-            success=True,
+            success=not missing,
             changed=any(before != request.enabled for before in was),
             bypass=request.enabled,
-            message=f"bypass is {word} on {len(answers)} ranks",
-            ranks=[api.RankResult(rank=rank, success=True, message=f"bypass {word}") for rank in answers],
+            message=f"bypass is {word} on {len(answers)} ranks"
+            + (f"; not connected: {', '.join(map(str, missing))}" if missing else ""),
+            ranks=rows,
         )
 
     # ---- clear
@@ -156,6 +161,7 @@ class Direct:
         ctx = self.ctx
         while not cancelled.is_set():
             reports = {rank: session.report.idle for rank, session in ctx.registry.live.items()}
+            idle.check_complete(reports)
             if ctx.registry.complete and all(idle.is_idle(report) for report in reports.values()):
                 return
             ctx.require_engine()

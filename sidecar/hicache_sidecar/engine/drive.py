@@ -15,11 +15,9 @@ FINAL, UNDONE; bad news and FROZEN wait for the answer, which carries the cause 
 Rule 4 is kept here: the last SWITCHED is fed to the table only while our own clock vouches for every lease.
 """
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,7 @@ import trio
 
 from hicache_proto.errors import HicacheError, PrepareFailed
 from hicache_proto.hooklink import CallBody, Commit, Finalize, Freeze, Prepare, Thaw, Undo, WatchIdle
-from hicache_proto.model import Blocker, TargetState
+from hicache_proto.model import Blocker
 from hicache_proto.transaction import (
     Act,
     CoordEvent,
@@ -42,46 +40,16 @@ from hicache_proto.transaction import (
 from hicache_sidecar.engine import causes, idle
 from hicache_sidecar.engine.book import Book
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
+from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process
 from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.waiting import IdleWatch
 
-log = logging.getLogger("hicache_sidecar.engine")
-
 BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
 UNDO_REPEAT_S = 1.0
 LEASE_MARGIN_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """What is to be done: all ``participants`` from ``a`` to ``b``. ``deadline`` is absolute; ``wait_s`` from the
-    moment that all are prepared."""
-
-    n: int
-    a: TargetState
-    b: TargetState
-    participants: tuple[int, ...]
-    deadline: float
-    mode: str = "strict"
-    wait_s: float = 0.0
-    dry_run: bool = False
-
-
-@dataclass
-class Outcome:
-    """How it ended. ``cause`` is None when B was decided (or a dry run passed)."""
-
-    decided_b: bool = False
-    prepared: bool = False
-    converging: frozenset[int] = frozenset()  # B decided; these did not get there
-    cause: HicacheError | None = None
-    prepare_ms: float = 0.0
-    freeze_ms: float = 0.0
-    commit_ms: float = 0.0
-    warnings: list[str] = field(default_factory=list)
 
 
 class Drive:
@@ -104,15 +72,12 @@ class Drive:
         self._fixed_answer = fixed_answer
         self._inbox: deque[CoordEvent] = deque()
         self._wake = trio.lowlevel.ParkingLot()
-        self._suspects: set[int] = set()
-        self._process = {r: self._key(registry.ranks[r]) for r in move.participants if r in registry.ranks}
+        self._participants = Participants(registry, move.participants)
         self._lease_end = 0.0  # when every lease that we armed is surely over
         self._commit_sent = math.inf
         self._wait_until = math.inf
-        self._session_ids = {r: registry.ranks[r].id for r in move.participants if r in registry.ranks}
         self._started: dict[str, float] = {}
         self._errors: dict[int, HicacheError] = {}
-        self._lost_ranks: set[int] = set()
         self._blocked: dict[int, list[tuple[str, int]]] = {}
         wait = move.mode == "strict" and move.wait_s > 0
         self.rec, self._first = coord_start(
@@ -159,11 +124,7 @@ class Drive:
                 self.rec, acts = coord_step(before, event)
                 if self.rec.phase is CoordPhase.UNDO and before.phase is not CoordPhase.UNDO:
                     self._set_cause(before, event)
-                if (
-                    self.rec.phase is CoordPhase.DONE
-                    and before.phase is CoordPhase.BEGIN
-                    and self.outcome.cause is None
-                ):
+                if self.rec.phase is CoordPhase.DONE and before.phase is CoordPhase.BEGIN:
                     self._set_cause(before, event)
                 if self.move.dry_run and any(a in (Act.SEND_FREEZE, Act.SEND_COMMIT) for a in acts):
                     self._leave(before.phase)
@@ -184,8 +145,7 @@ class Drive:
     async def _next_event(self) -> CoordEvent:
         """The next event: a posted one, a participant that left, or a time that came."""
         while True:
-            if self._suspects and self.rec.phase is not CoordPhase.OUTCOME:
-                self._look_at_suspects()
+            self._look_at_participants()
             at, see, detail = self._next_time()
             late = trio.current_time() >= at
             if late and see is See.DOUBT:
@@ -215,16 +175,10 @@ class Drive:
         self._wake.unpark_all()
 
     def _cancel(self) -> bool:
-        if self.rec.phase in (
-            CoordPhase.BEGIN,
-            CoordPhase.PREPARE,
-            CoordPhase.WAIT,
-            CoordPhase.FREEZE,
-            CoordPhase.COMMIT,
-        ):
-            self._post(CoordEvent(See.CANCEL, detail="cancelled"))
-            return True
-        return False
+        if self.rec.outcome or self.rec.phase is CoordPhase.OUTCOME:
+            return False
+        self._post(CoordEvent(See.CANCEL, detail="cancelled"))
+        return True
 
     # ---- actions
 
@@ -394,39 +348,22 @@ class Drive:
 
     # ---- participants that leave
 
-    @staticmethod
-    def _key(session: Session) -> tuple[int, int, str]:
-        return session.hello.pid, session.hello.epoch, session.hello.incarnation
-
     def _on_session(self, session: Session) -> None:
-        if session.hello.role == "rank":
-            self._suspects |= self.rec.participants if session.rank not in self.rec.participants else {session.rank}
+        if self._participants.note(session):
             self._wake.unpark_all()
 
-    def _look_at_suspects(self) -> None:
-        """A participant's session ended or began: the same process that still holds n goes on, else it is lost."""
-        if self.rec.phase is CoordPhase.BEGIN:
-            return  # the table hears of it once BEGIN is durable
-        suspects, self._suspects = self._suspects, set()
-        for rank in sorted(suspects):
-            now = self.registry.ranks.get(rank)
-            if now is None or self._key(now) != self._process.get(rank):
-                self._lost(rank, "engine_restarted", f"rank {rank} lost: the engine was restarted")
-            elif not now.alive:
-                self._lost(rank, "rank_lost", f"rank {rank} lost: {now.why_lost}")
-            elif now.id != self._session_ids.get(rank):
-                self._session_ids[rank] = now.id
-                held = said(now.report.op_n, now.report.op_phase, now.report.op_ended, self.move.n)
-                if held is Said.UNKNOWN and self.rec.phase not in (CoordPhase.BEGIN, CoordPhase.UNDO):
-                    self._lost(rank, "rank_lost", f"rank {rank} lost: it no longer knows the operation")
-                else:
-                    self.senders.again(rank)
-
-    def _lost(self, rank: int, reason: str, detail: str) -> None:
-        self._lost_ranks.add(rank)
-        self._errors.setdefault(rank, PrepareFailed(detail, details={"reason": reason, "rank": rank}))
-        self.job.result(rank, False, detail)
-        self._post(CoordEvent(See.LOST, rank=rank, detail=detail))
+    def _look_at_participants(self) -> None:
+        """Not in BEGIN and OUTCOME, which have no row for a loss: the table hears of it in the next phase."""
+        if self.rec.phase in (CoordPhase.BEGIN, CoordPhase.OUTCOME):
+            return
+        for news in self._participants.look(self.move.n, must_hold=self.rec.phase is not CoordPhase.UNDO):
+            if not news.lost:
+                self.senders.again(news.rank)
+                continue
+            reason = {"reason": news.lost, "rank": news.rank}
+            self._errors.setdefault(news.rank, PrepareFailed(news.detail, details=reason))
+            self.job.result(news.rank, False, news.detail)
+            self._post(CoordEvent(See.LOST, rank=news.rank, detail=news.detail))
 
     # ---- the end
 
@@ -440,9 +377,9 @@ class Drive:
         elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
             self.outcome.commit_ms += took_ms
 
-    def lost_processes(self) -> dict[int, tuple[int, int, str]]:
+    def lost_processes(self) -> dict[int, Process]:
         """Participants whose process was lost during the operation, and who it was."""
-        return {r: self._process[r] for r in self._lost_ranks if r in self._process}
+        return self._participants.lost_processes()
 
     def not_final(self) -> frozenset[int]:
         """Participants that are not on B by their last report."""

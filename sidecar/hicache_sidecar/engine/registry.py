@@ -165,8 +165,14 @@ class Registry:
     # ---- hello
 
     def _hello(self, peer: bytes, hello: RankHello) -> None:
+        known = self._sessions.get(hello.session)
+        if known is not None and known.alive and _same_place(known.hello, hello):
+            self.link.route(known.id, peer)  # said twice: the first welcome was late
+            self._send(peer, self._welcome(known))
+            self._reported(known, hello.report)
+            return
         try:
-            version = self._admit(hello)
+            self._admit(hello)
         except HicacheError as exc:
             reason = str(exc.details.get("reason", exc.code))
             self.counters.hellos_refused[reason] += 1
@@ -183,13 +189,7 @@ class Registry:
             self.frontends[session.id] = session
         self._sessions[session.id] = session
         self.link.route(session.id, peer)
-        welcome = Welcome(
-            session=session.id,
-            protocol=version,
-            heartbeat_s=self.settings.heartbeat_s,
-            sidecar_version=self.sidecar_version,
-        )
-        if not self._send(peer, welcome):
+        if not self._send(peer, self._welcome(session)):
             self._lose(session, "its connection is gone")
             return
         for listener in self.on_session:
@@ -197,9 +197,17 @@ class Registry:
         self._alarm.unpark_all()
         self.changed.unpark_all()
 
-    def _admit(self, hello: RankHello) -> int:
-        """Check a hello against the rules; returns the protocol version to speak."""
-        version = negotiate(hello.protocol)
+    def _welcome(self, session: Session) -> Welcome:
+        return Welcome(
+            session=session.id,
+            protocol=negotiate(session.hello.protocol),
+            heartbeat_s=self.settings.heartbeat_s,
+            sidecar_version=self.sidecar_version,
+        )
+
+    def _admit(self, hello: RankHello) -> None:
+        """Check a hello against the rules."""
+        negotiate(hello.protocol)
         if self.engine_id is not None and hello.engine_id != self.engine_id:
             raise InvalidRequest(
                 f"this sidecar serves engine {self.engine_id!r}, not {hello.engine_id!r}",
@@ -211,7 +219,7 @@ class Registry:
         if hello.role == "frontend":
             if len(self.frontends) >= MAX_FRONTENDS:
                 raise InvalidRequest(f"more than {MAX_FRONTENDS} frontends", details={"reason": "frontends"})
-            return version
+            return
         if hello.role != "rank":
             raise InvalidRequest(f"unknown role {hello.role!r}", details={"reason": "role"})
         who = hello.identity
@@ -224,7 +232,6 @@ class Registry:
             self._admit_restart(hello)
         else:
             self._admit_incarnation(hello)
-        return version
 
     def _admit_incarnation(self, hello: RankHello) -> None:
         for session in self.live.values():
@@ -251,8 +258,7 @@ class Registry:
     def _lives(self, session: Session) -> bool:
         if not session.alive or trio.current_time() - session.seen_at > self.settings.liveness_s:
             return False
-        probe = Welcome(session=session.id, protocol=session.hello.protocol, heartbeat_s=self.settings.heartbeat_s)
-        return self.link.reachable(session.id, probe)
+        return self.link.reachable(session.id, self._welcome(session))
 
     def _seat(self, session: Session) -> None:
         if session.hello.incarnation != self.incarnation:
@@ -272,12 +278,10 @@ class Registry:
         """Some connection broke; libzmq does not say whose, so ask every session's."""
         now = trio.current_time()
         for session in [*self.ranks.values(), *self.frontends.values()]:
-            if session.alive and math.isinf(session.silent_since):
-                probe = Welcome(
-                    session=session.id, protocol=session.hello.protocol, heartbeat_s=self.settings.heartbeat_s
-                )
-                if not self.link.reachable(session.id, probe):
-                    session.silent_since = now
+            if not session.alive or not math.isinf(session.silent_since):
+                continue
+            if not self.link.reachable(session.id, self._welcome(session)):
+                session.silent_since = now
         self._alarm.unpark_all()
 
     def _lose(self, session: Session, why: str, *, quiet: bool = False) -> None:
@@ -328,3 +332,9 @@ class Registry:
         except SessionLost:
             return False
         return True
+
+
+def _same_place(one: RankHello, other: RankHello) -> bool:
+    """Whether two hellos are of one process at one place."""
+    facts = ("pid", "epoch", "incarnation", "role", "identity", "engine_id")
+    return all(getattr(one, name) == getattr(other, name) for name in facts)

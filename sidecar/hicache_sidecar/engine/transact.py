@@ -16,8 +16,9 @@ from hicache_proto.model import TargetState
 from hicache_sidecar.core.redaction import redact_config, redact_text, scrub
 from hicache_sidecar.engine import causes, status
 from hicache_sidecar.engine.context import Context
-from hicache_sidecar.engine.drive import Drive, Move, Outcome
+from hicache_sidecar.engine.drive import Drive
 from hicache_sidecar.engine.goals import Goal
+from hicache_sidecar.engine.moves import Move, Outcome
 from hicache_sidecar.engine.operation import Job
 
 CONVERGE_WAIT_S = 30.0  # drain time of a convergence
