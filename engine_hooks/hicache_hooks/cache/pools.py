@@ -6,8 +6,10 @@ aligned address, handed to stores without a copy. ``layer_first`` has no such bu
 through a few staging buffers, which are what a store gets to see and register.
 """
 
+import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -177,9 +179,14 @@ class PageBuffers:
 
 def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
     """Zeroed bytes at a 4 KiB aligned address. Zeroing takes the page faults now, not in the first transfers."""
-    raw = torch.empty(nbytes + PAGE_ALIGN, dtype=torch.uint8, pin_memory=pinned)
-    shift = -raw.data_ptr() % PAGE_ALIGN
-    return raw[shift : shift + nbytes].zero_()
+    if pinned:
+        raw = torch.empty(nbytes + PAGE_ALIGN, dtype=torch.uint8, pin_memory=True)
+        shift = -raw.data_ptr() % PAGE_ALIGN
+        return raw[shift : shift + nbytes].zero_()
+    memory = mmap.mmap(-1, nbytes)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def _payloads(buffers: torch.Tensor, geometry: KvGeometry, pages: int, stride: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class SetLimits:
 
     threads_per_direction: int = 3
     batch_pages: int = 32  # most pages per backend call; one fetch is split into such batches among the threads
-    batch_bytes: int = 4 << 20  # and most bytes: what was checksummed should still be in the cache when it is written
+    batch_bytes: int = 8 << 20  # and most bytes: larger ones gain nothing and keep the other threads waiting at the end
     prefetch_fraction: float = 0.5  # pages that prefetches may own together: the rest stays for serving
     backup_fraction: float = 0.5  # pages that backups may pin together; above it writes are dropped and counted
     stall_after_s: float = 10.0  # no completion for this long while there is work: reported as stalled (F39)

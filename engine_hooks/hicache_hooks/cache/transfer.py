@@ -5,7 +5,7 @@ that each page is one asynchronous copy from or to pinned memory; the permutatio
 waits for its stream; the scheduler learns by the inbox and never waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,9 @@ class Copier:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             for first in range(0, len(device_pages), GATHER_PAGES):
-                index = self._index(device_pages[first : first + GATHER_PAGES])
-                packed = self._device.data[:, :, index].permute(2, 0, 1, 3, 4, 5)
-                packed = packed.permute(self._to_stored()).contiguous()
-                for i, page in enumerate(host_pages[first : first + GATHER_PAGES]):
-                    self._host.stored(page).copy_(packed[i], non_blocking=True)
+                packed = gather(self._device, device_pages[first : first + GATHER_PAGES])
+                for host, piece in pieces(self._host, host_pages[first : first + GATHER_PAGES], packed):
+                    host.copy_(piece, non_blocking=True)
                 self._wait()  # before ``packed`` goes back to the allocator
 
     def to_device(self, device_pages: Sequence[int], host_pages: Sequence[int], after: Any) -> None:
@@ -69,20 +67,38 @@ class Copier:
                 pages = host_pages[first : first + GATHER_PAGES]
                 shape = (len(pages), *geometry.stored_shape)
                 packed = torch.empty(shape, dtype=geometry.dtype, device=self._device.device)
-                for i, page in enumerate(pages):
-                    packed[i].copy_(self._host.stored(page), non_blocking=True)
-                canonical = packed.permute(0, *(axis + 1 for axis in geometry.to_canonical))
-                index = self._index(device_pages[first : first + GATHER_PAGES])
-                self._device.data[:, :, index] = canonical.permute(1, 2, 0, 3, 4, 5)
+                for host, piece in pieces(self._host, pages, packed):
+                    piece.copy_(host, non_blocking=True)
+                scatter(self._device, device_pages[first : first + GATHER_PAGES], packed)
                 self._wait()
-
-    def _to_stored(self) -> tuple[int, ...]:
-        return (0, *(axis + 1 for axis in self._device.geometry.to_stored))
-
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.long, device=self._device.device)
 
     def _wait(self) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         event.synchronize()
+
+
+def gather(device: DevicePool, pages: Sequence[int]) -> torch.Tensor:
+    """Device pages as one contiguous tensor, each in the order of the host's bytes."""
+    found = device.data[:, :, _index(device, pages)].permute(2, 0, 1, 3, 4, 5)
+    return found.permute(0, *(axis + 1 for axis in device.geometry.to_stored)).contiguous()
+
+
+def scatter(device: DevicePool, pages: Sequence[int], packed: torch.Tensor) -> None:
+    """The way back."""
+    canonical = packed.permute(0, *(axis + 1 for axis in device.geometry.to_canonical))
+    device.data[:, :, _index(device, pages)] = canonical.permute(1, 2, 0, 3, 4, 5)
+
+
+def pieces(host: HostPool, pages: Sequence[int], packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equal contiguous runs: one a page, in ``layer_first`` one for K and V of each layer."""
+    for i, page in enumerate(pages):
+        stored = host.stored(page)
+        if stored.is_contiguous():
+            yield stored, packed[i]
+        else:
+            yield from zip(stored.flatten(0, 1), packed[i].flatten(0, 1), strict=True)
+
+
+def _index(device: DevicePool, pages: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(pages, dtype=torch.long, device=device.device)

@@ -8,7 +8,7 @@ from tests.unit.cache.support import PAGE, geometry
 from hicache_hooks.cache.layouts import KvGeometry
 from hicache_hooks.cache.pages import PAGE_ALIGN, PageFormat
 from hicache_hooks.cache.pools import STAGING_PAGES, DevicePool, HostPool
-from hicache_hooks.cache.transfer import Copier
+from hicache_hooks.cache.transfer import Copier, gather, pieces, scatter
 from hicache_proto.model import LAYOUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -49,6 +49,30 @@ def test_a_round_trip_over_a_store_is_bit_exact(layout: str, dtype: torch.dtype)
     empty = DevicePool(g, 6)
     Copier(empty, back).to_device([1, 2], [0, 2], None)
     assert [_bytes(empty.page(1)), _bytes(empty.page(2))] == [before[0], before[3]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gpu_way_of_copying_gives_the_same_bytes(layout: str) -> None:
+    """Gather, contiguous pieces, scatter: what a GPU does, here on CPU tensors."""
+    g = geometry(layout)
+    device, plain, host = _filled(g, 6), HostPool(g, 8), HostPool(g, 8)
+    Copier(device, plain).to_host([5, 0, 3], [1, 7, 2], None)
+    packed = gather(device, [5, 0, 3])
+    count = 0
+    for to, piece in pieces(host, [1, 7, 2], packed):
+        assert to.is_contiguous()
+        assert piece.is_contiguous()
+        to.copy_(piece)
+        count += 1
+    assert count == (3 * 2 * g.layers if layout == "layer_first" else 3)
+    assert torch.equal(host.pages, plain.pages)
+    back = DevicePool(g, 6)
+    again = torch.empty_like(packed)
+    for of, piece in pieces(host, [7, 2], again[:2]):
+        piece.copy_(of)
+    scatter(back, [4, 1], again[:2])
+    assert torch.equal(back.page(4), device.page(0))
+    assert torch.equal(back.page(1), device.page(3))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
