@@ -174,8 +174,9 @@ class RankTransaction:
         if call.n > self.record.n and self.record.phase is RankPhase.NONE:
             if self._sets.quarantine:
                 raise Quarantined(self._sets.quarantine, details={"reason": "restart_required"})
-            if self._builder.busy is not None:
-                raise busy_error(self._builder.busy)
+            # The table's own memory counts too: a set that is built but still being back-filled has no thread any more.
+            if older := self._builder.busy or self.record.builder_n:
+                raise busy_error(older)
             self._target = body.target
             self._waiting.new_operation()
             self._facts = Facts()

@@ -6,7 +6,7 @@ import pytest
 from tests.hooks.driver import FILE, Driver
 
 from hicache_proto.errors import ErrorBody
-from hicache_proto.hooklink import Answer, Commit, Finalize, Freeze, Prepare
+from hicache_proto.hooklink import Answer, Commit, Finalize, Freeze, Prepare, Undo
 from hicache_proto.model import TargetState
 from hicache_proto.transaction import RankPhase
 
@@ -114,6 +114,19 @@ def test_undo_while_back_filling_closes_the_set() -> None:
     rank.settle()
     assert rank.closed() == [1]
     assert rank.adapter.ledger.owners() == {}
+
+
+def test_a_prepare_right_after_such_an_undo_is_refused_aloud() -> None:
+    """One builder at a time: the built set is not given back yet, and silence would cost a third of the lease."""
+    rank = Driver()
+    rank.send(Prepare(target=scripted(backfill_slices=1000), prepared_s=30), 1)
+    rank.until(lambda: rank.hook.transaction.slicing)
+    rank.send(Undo(), 1)
+    refused = error_of(rank.ask(Prepare(target=OTHER, prepared_s=30), 2))
+    assert (refused.details["reason"], refused.details["running"]) == ("builder_busy", 1)
+    rank.settle()
+    assert rank.closed() == [1]
+    rank.move(3, OTHER)
 
 
 def test_undo_of_an_unknown_operation_is_remembered() -> None:

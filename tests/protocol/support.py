@@ -1,16 +1,18 @@
 """The sidecar's engine side in this process: real ZMQ, a real journal, no transports; and waits that have an end."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
-from tests.rigs.stub_ranks import StubEngine
+import zmq
+from tests.rigs.stub_engine import StubEngine
 
 from hicache_proto import api
+from hicache_proto.hooklink import decode_from_sidecar
 from hicache_sidecar.core.actor import Actor, Role
 from hicache_sidecar.engine.coordinator import Coordinator, serve
 from hicache_sidecar.engine.settings import EngineSettings
@@ -112,3 +114,23 @@ async def stub_sees(stub: StubEngine, what: Callable[[], bool], within_s: float 
     """Wait in a thread until ``what()`` holds in the stub."""
     if not await trio.to_thread.run_sync(partial(stub.wait_for, what, within_s)):
         raise TimeoutError("the stub did not get there")
+
+
+@contextmanager
+def dealer(where):
+    """A raw peer, used from worker threads."""
+    context = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    sock.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
+    sock.connect(where)
+    try:
+        yield sock
+    finally:
+        sock.close(linger=0)
+        context.destroy(linger=0)
+
+
+async def receive(sock):
+    return decode_from_sidecar(await trio.to_thread.run_sync(sock.recv))

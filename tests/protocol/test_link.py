@@ -3,32 +3,29 @@
 import os
 import pickle
 import random
-import secrets
 import subprocess
 import sys
 import textwrap
 import threading
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 import trio
 import zmq
-from tests.protocol.support import WAIT_S, endpoint, rig, stub_sees
+from tests.protocol.support import WAIT_S, dealer, receive
 
 from hicache_proto.hooklink import (
     Answer,
     AskReport,
     Call,
     Heartbeat,
-    RankHello,
     Validate,
     Welcome,
     decode_from_sidecar,
     encode,
 )
-from hicache_proto.model import RankIdentity, RankReport, TargetState
-from hicache_proto.version import PROTOCOL_VERSION
+from hicache_proto.model import RankReport, TargetState
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.link import HookLink, SessionLost
 
@@ -46,22 +43,6 @@ async def linked(tmp_path, **options):
         nursery.cancel_scope.cancel()
 
 
-@contextmanager
-def dealer(where):
-    """A raw peer, used from worker threads."""
-    context = zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-    sock.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
-    sock.connect(where)
-    try:
-        yield sock
-    finally:
-        sock.close(linger=0)
-        context.destroy(linger=0)
-
-
 async def until(what, within_s=WAIT_S):
     """The link has no registry here: look at each turn of the loop, with an end."""
     with trio.fail_after(within_s):
@@ -72,10 +53,6 @@ async def until(what, within_s=WAIT_S):
 async def introduce(link, sock, session="s1"):
     sock.send(encode(Heartbeat(session=session, report=REPORT)))
     await until(lambda: session in link._peers)
-
-
-async def receive(sock):
-    return decode_from_sidecar(await trio.to_thread.run_sync(sock.recv))
 
 
 def reply(asked: Call, **changes):
@@ -358,85 +335,3 @@ async def test_bind_failure_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="cannot bind"):
         await HookLink(Counters()).serve(deep / "hooks.sock")
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-
-
-# ---- hello and liveness, through the whole engine side
-
-
-def hello(**changes):
-    fields = {
-        "protocol": PROTOCOL_VERSION,
-        "engine_id": "stub",
-        "session": secrets.token_hex(8),
-        "role": "rank",
-        "identity": RankIdentity(),
-        "pid": 1,
-        "incarnation": "other",
-        "epoch": 1,
-    }
-    return RankHello(**(fields | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"protocol": PROTOCOL_VERSION + 1}, "protocol_version"),
-        ({"protocol": PROTOCOL_VERSION - 2}, "protocol_version"),
-        ({"engine_id": "another"}, "engine_id"),
-        ({"role": "spectator"}, "role"),
-        ({"identity": RankIdentity(dp_rank=3, dp_size=2)}, "topology"),
-        ({"incarnation": "other"}, "rank_in_use"),
-        ({"session": ""}, "session"),
-    ],
-)
-async def test_refused_hellos(tmp_path, changes, reason):
-    """Another engine, another version, a second live engine: refused with a reason, counted; the first serves on."""
-    async with rig(tmp_path, dp=2) as (side, stub):
-        with dealer(endpoint(tmp_path)) as sock:
-            sock.send(encode(hello(**changes)))
-            refused = await receive(sock)
-            assert refused.error.details["reason"] == reason
-            assert side.coordinator.counters.hellos_refused[reason] == 1
-        assert (await side.attach()).changed
-        assert stub.backends == {0: "file", 1: "file"}
-
-
-async def test_version_one_older_is_understood(tmp_path):
-    """A hook one version older works, and is answered in its version."""
-    async with rig(tmp_path, protocol=PROTOCOL_VERSION - 1) as (side, _stub):
-        assert side.coordinator.registry.ranks[0].hello.protocol == PROTOCOL_VERSION - 1
-        assert (await side.attach()).changed
-
-
-async def test_sizes_must_agree(tmp_path):
-    """Ranks of one launch that disagree about its sizes: the second is refused."""
-    async with rig(tmp_path, dp=2) as (_side, stub):
-        with dealer(endpoint(tmp_path)) as sock:
-            sock.send(encode(hello(incarnation=stub.incarnation, identity=RankIdentity(0, 0, 0, 3, 1, 1), epoch=9)))
-            assert (await receive(sock)).error.details["reason"] == "topology"
-
-
-async def test_goodbye_and_return(tmp_path):
-    """A rank that leaves is missing at once; the same rank may come back."""
-    async with rig(tmp_path, dp=2) as (side, stub):
-        stub.leave(1, "rolling restart")
-        await side.until(lambda: side.coordinator.registry.missing_ranks == [1])
-        document = await side.status(fresh=False)
-        assert document.missing_ranks == [1]
-        assert [r.connected for r in document.ranks] == [True, False]
-        await trio.to_thread.run_sync(lambda: stub.ranks[1].set(muted=False))
-        stub.do(stub.ranks[1].hello)
-        await side.ready()
-
-
-async def test_frontend_is_no_rank_and_follows(tmp_path):
-    """A frontend counts as no rank, and is told the new view after FINALIZE, without secrets."""
-    async with rig(tmp_path, dp=1, frontends=1) as (side, stub):
-        await side.until(lambda: len(side.coordinator.registry.frontends) == 1)
-        assert side.coordinator.registry.expected == 1
-        await side.attach(config='{"path": "/a", "password": "hunter22"}')
-        front = stub.frontends[0]
-        await stub_sees(stub, lambda: len(front.views) == 1)
-        assert front.views[0].backend == "file"
-        assert "hunter22" not in (front.views[0].extra_config or "")
-        assert front.log == [("set_view", 0)]

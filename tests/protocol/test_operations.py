@@ -3,7 +3,7 @@
 import pytest
 import trio
 from tests.protocol.support import ADMIN, OPERATOR, rig, sidecar, stub_sees
-from tests.rigs.stub_ranks import NEVER
+from tests.rigs.stub_link import NEVER
 
 from hicache_proto import api
 from hicache_proto.errors import (

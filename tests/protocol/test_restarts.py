@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import trio
 from tests.protocol.support import endpoint, fast, rig, sidecar, stub_sees
-from tests.rigs.stub_ranks import NEVER, StubEngine
+from tests.rigs.stub_engine import StubEngine
+from tests.rigs.stub_link import NEVER
 
 from hicache_proto import api
 from hicache_proto.errors import HicacheError, InvalidRequest
