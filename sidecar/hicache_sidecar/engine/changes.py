@@ -179,7 +179,7 @@ class Changes:
         if self._nothing_to_do(goal, relations):
             return self._unchanged(job, goal, warnings, notes)
         if goal.mode == Mode.STRICT and goal.wait_s == 0 and not goal.dry_run:
-            await self.probe(job, goal.verb)
+            await self.probe(job, goal.verb, fresh_s=PROBE_S)  # VALIDATE's answers carried reports
         if job.cancelled_early:
             raise RolledBack("cancelled before anything began", details={"reason": "cancelled"})
         return await self.transactor.execute(
@@ -286,8 +286,11 @@ class Changes:
                     hint="an admin may try it again with force",
                 )
 
-    async def probe(self, job: Job, verb: str) -> None:
+    async def probe(self, job: Job, verb: str, *, fresh_s: float = 0.0) -> None:
         """The strict idle probe: freezes and builds nothing, and refuses a busy engine within 100 ms.
+
+        Reports of the last ``fresh_s`` seconds need not be asked for again. Only where FREEZE looks once more:
+        a caller that acts on this probe alone leaves it 0.
 
         Raises:
             NotIdle: with every blocker. Inconsistent: a mandatory counter is missing.
@@ -298,11 +301,12 @@ class Changes:
             await ctx.fanout.ask(ctx.sessions(), 0, AskReport(), trio.current_time() + ctx.settings.call_s)
             nursery.cancel_scope.cancel()
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, nursery)
-            await trio.sleep(PROBE_S)
-            if any(not idle.is_idle(s.report.idle) for s in ctx.registry.live.values()):
-                nursery.cancel_scope.cancel()  # who is late is not waited for: its last report counts
+        if any(trio.current_time() - s.report_at >= fresh_s for s in ctx.registry.live.values()):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, nursery)
+                await trio.sleep(PROBE_S)
+                if any(not idle.is_idle(s.report.idle) for s in ctx.registry.live.values()):
+                    nursery.cancel_scope.cancel()  # who is late is not waited for: its last report counts
         reports = {rank: s.report.idle for rank, s in ctx.registry.live.items()}
         idle.check_complete(reports)
         if any(not idle.is_idle(report) for report in reports.values()):
