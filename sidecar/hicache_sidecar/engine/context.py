@@ -13,7 +13,6 @@ from hicache_proto.errors import HicacheError, Internal, NoEngine, OperationInPr
 from hicache_proto.hooklink import AskReport, CallBody
 from hicache_sidecar.core.actor import Actor
 from hicache_sidecar.engine import status
-from hicache_sidecar.engine.book import Book
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
@@ -21,6 +20,7 @@ from hicache_sidecar.engine.operation import KEEP_JOBS, Job
 from hicache_sidecar.engine.registry import Registry
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.store.errors import JournalFailed
+from hicache_sidecar.store.journal import Journal
 
 log = logging.getLogger("hicache_sidecar.engine")
 
@@ -31,7 +31,7 @@ class Context:
 
     registry: Registry
     fanout: FanOut
-    book: Book
+    book: Journal
     settings: EngineSettings
     counters: Counters
     hub: EventHub

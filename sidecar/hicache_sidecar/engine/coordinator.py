@@ -27,7 +27,6 @@ from hicache_proto.hooklink import Describe
 from hicache_sidecar.core.actor import Actor, authorize
 from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine import status
-from hicache_sidecar.engine.book import Book
 from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.counters import Counters
@@ -40,6 +39,7 @@ from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.restart import Restart
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.transact import Transactor
+from hicache_sidecar.store.journal import Journal
 
 RenderMetrics = Callable[["Coordinator", str], tuple[bytes, str]]
 
@@ -188,7 +188,7 @@ async def serve(
     *,
     runtime_dir: Path,
     engine_id: str | None,
-    journal: Book,
+    journal: Journal,
     settings: EngineSettings | None = None,
     render_metrics: RenderMetrics | None = None,
     task_status: trio.TaskStatus[Coordinator] = trio.TASK_STATUS_IGNORED,

@@ -38,7 +38,6 @@ from hicache_proto.transaction import (
     said,
 )
 from hicache_sidecar.engine import causes, idle
-from hicache_sidecar.engine.book import Book
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process
 from hicache_sidecar.engine.operation import Job
@@ -46,6 +45,7 @@ from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.waiting import IdleWatch
+from hicache_sidecar.store.journal import Journal
 
 BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
 UNDO_REPEAT_S = 1.0
@@ -62,7 +62,7 @@ class Drive:
         *,
         registry: Registry,
         fanout: FanOut,
-        book: Book,
+        book: Journal,
         settings: EngineSettings,
         fixed_answer: Callable[[Outcome], dict[str, Any]],
     ) -> None:

@@ -8,7 +8,6 @@ deadline inside a shield, so that a client which stops reading holds up the stop
 import logging
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import trio
@@ -19,6 +18,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from hicache_sidecar.obs.counters import Counters
+from hicache_sidecar.server.accepting import accept_until
 from hicache_sidecar.server.replies import refusal
 
 log = logging.getLogger("hicache.server")
@@ -106,20 +106,8 @@ class HttpServer:
         self, sockets: list[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Accept until ``stop``; returns when the last connection ended."""
-        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
         async with trio.open_nursery() as connections:
-            with trio.CancelScope() as accepting:
-                async with trio.open_nursery() as nursery:
-
-                    async def stop_accepting() -> None:
-                        await self._closing.wait()
-                        accepting.cancel()
-
-                    nursery.start_soon(stop_accepting)
-                    await nursery.start(
-                        partial(trio.serve_listeners, self._handle, listeners, handler_nursery=connections)
-                    )
-                    task_status.started()
+            await accept_until(self._closing, sockets, self._handle, connections, task_status)
             await self._context.terminated.set()
             connections.cancel_scope.deadline = trio.current_time() + GRACE_S
 

@@ -9,13 +9,13 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 import trio
 
 from hicache_sidecar.core.actor import Role
 from hicache_sidecar.core.service import Service
 from hicache_sidecar.obs.counters import Counters
+from hicache_sidecar.server.accepting import accept_until
 from hicache_sidecar.server.actors import Access, Peer, peer_of
 from hicache_sidecar.server.connection import LINGER_S, Connection
 
@@ -41,20 +41,8 @@ class ControlServer:
         self, sockets: list[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Accept until ``stop``; returns when the last connection ended, at most LINGER_S later."""
-        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
         async with trio.open_nursery() as connections:
-            with trio.CancelScope() as accepting:
-                async with trio.open_nursery() as nursery:
-
-                    async def stop_accepting() -> None:
-                        await self._closing.wait()
-                        accepting.cancel()
-
-                    nursery.start_soon(stop_accepting)
-                    await nursery.start(
-                        partial(trio.serve_listeners, self._handle, listeners, handler_nursery=connections)
-                    )
-                    task_status.started()
+            await accept_until(self._closing, sockets, self._handle, connections, task_status)
             connections.cancel_scope.deadline = trio.current_time() + LINGER_S
 
     async def _handle(self, stream: trio.SocketStream) -> None:
