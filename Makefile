@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+STORES := $(VENV)/.stores
+SGLANG := .venv-sglang
 
-.PHONY: help demo test lint bench test-slow clean
+.PHONY: help demo test lint bench test-slow test-stores test-sglang crash-matrix clean
 
 help:            ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,14 +17,27 @@ $(READY): pyproject.toml
 	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+$(STORES): $(READY)
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev,stores]'
+	@touch $@
+
+$(SGLANG)/.rig-ready: tests/rigs/sglang/setup.sh
+	tests/rigs/sglang/setup.sh $(SGLANG)
+
 demo: $(READY)   ## the main job, end to end, on the embedded engine
 	$(VENV)/bin/hicachectl demo
 
 test: $(READY)   ## fast and end-to-end tests (under 10 minutes)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not stores and not sglang"
 
 test-slow: $(READY)  ## the slower suites of .ci/run
-	$(PY) -m pytest -m slow --timeout 900
+	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900
+
+test-stores: $(STORES)  ## every storage backend against its real server
+	$(PY) -m pytest -m stores --timeout 600
+
+test-sglang: $(READY) $(SGLANG)/.rig-ready  ## the hooks inside the real SGLang, on the CPU
+	SGLANG_VENV=$(abspath $(SGLANG)) $(PY) -m pytest -m sglang --timeout 900
 
 lint: $(READY)   ## ruff and mypy
 	$(VENV)/bin/ruff check .
@@ -33,4 +48,4 @@ bench: $(READY)  ## medians, each with its comparison in the same run
 	$(PY) -m tests.bench
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache
