@@ -162,7 +162,7 @@ class Daemon:
         open_to = sorted(address for address in addresses if not is_loopback(address))
         if open_to and not self._live.tokens.required:
             raise BindRefused(
-                f"HTTP on {', '.join(open_to)} can be reached from other hosts and has no token: "
+                f"HTTP on {', '.join(open_to)} can be reached from other hosts without a token; "
                 "set http.token_file, give the systemd credential http-token, or listen on 127.0.0.1"
             )
 

@@ -13,13 +13,14 @@ from hicache_sidecar.daemon.notify import Notifier
 from hicache_sidecar.daemon.paths import PathError
 from hicache_sidecar.daemon.run import Daemon
 from hicache_sidecar.daemon.settings import Settings
+from hicache_sidecar.engine.link import LinkRefused
 from hicache_sidecar.server.auth import TokenError
 from hicache_sidecar.server.binding import BindRefused
 
 log = logging.getLogger("hicache.daemon")
 
 # Refusals that a text explains fully; anything else is a defect and leaves its traceback.
-REFUSALS = (ActivationError, BindRefused, ConfigError, HicacheError, PathError, TokenError)
+REFUSALS = (ActivationError, BindRefused, ConfigError, HicacheError, LinkRefused, PathError, TokenError)
 
 
 def start(settings: Settings, reread: Callable[[], Settings], *, recover: bool = False) -> int:

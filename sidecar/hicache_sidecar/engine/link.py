@@ -61,6 +61,13 @@ def _readable(sock: "zmq.Socket[bytes]") -> bool:
     return bool(int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
+class LinkRefused(OSError):
+    """The socket of the ranks cannot be bound; the text says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class SessionLost(Exception):
     """The rank behind a session is gone, or its queue is full; the call's fate is unknown."""
 
@@ -144,7 +151,7 @@ class HookLink:
             try:
                 sock.bind(f"ipc://{path}")
             except zmq.ZMQError as exc:
-                raise OSError(exc.errno, f"cannot bind {path}: {exc.strerror}") from exc
+                raise LinkRefused(exc.errno, f"cannot bind {path}: {os.strerror(exc.errno)}") from exc
             finally:
                 os.umask(umask)
             path.chmod(mode)

@@ -93,7 +93,7 @@ def test_stop_with_a_thousand_unsent_messages(processes: Processes) -> None:
     [
         (["--config", "missing.toml"], 2, "No such file"),
         (["--http", "30080"], 2, "HOST:PORT"),
-        (["--http", "0.0.0.0:0"], 1, "http.token_file"),
+        (["--http", "0.0.0.0:0"], 1, "set http.token_file"),
         (["--runtime-dir", "/proc/none"], 1, "RuntimeDirectory="),
         (["--runtime-dir", "/tmp"], 1, "everybody can write"),
         (["--state-dir", "/proc/none"], 1, "state directory"),
@@ -108,6 +108,15 @@ def test_refused_starts_say_why_and_leave_nothing(flags: list[str], code: int, w
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "control.sock").exists()
+
+
+def test_a_taken_hooks_socket_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "r" / "hooks.sock" / "in the way").mkdir(parents=True)
+    done = start_and_fail(tmp_path, "--runtime-dir", f"{tmp_path}/r", "--state-dir", f"{tmp_path}/s", "--http", "")
+    assert done.returncode == 1
+    assert f"cannot bind {tmp_path}/r/hooks.sock: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "r" / "control.sock").exists()
 
 
 def test_check_validates_and_exits(tmp_path: Path) -> None:
