@@ -25,8 +25,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hicache_hooks.backends.base import Backend, Got
+from hicache_hooks.counts import CallCounts
 from hicache_proto.errors import HicacheError, PrepareFailed
-from hicache_proto.model import LatencySummary, OpUsage
+from hicache_proto.model import OpUsage
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +41,6 @@ def describe_exception(exc: BaseException) -> str:
         return exc.message
     number = exc.errno if isinstance(exc, OSError) else None
     return f"{type(exc).__name__}: {os.strerror(number)}" if number else type(exc).__name__
-
-
-class _Counts:
-    """One call kind's counters; changed under the guard's lock."""
-
-    __slots__ = ("bytes", "calls", "error", "hit", "max_s", "miss", "skipped", "timeout", "total_s")
-
-    def __init__(self) -> None:
-        self.hit = self.miss = self.error = self.timeout = self.skipped = self.bytes = self.calls = 0
-        self.total_s = self.max_s = 0.0
-
-    def usage(self) -> OpUsage:
-        return OpUsage(
-            hit=self.hit,
-            miss=self.miss,
-            error=self.error,
-            timeout=self.timeout,
-            skipped=self.skipped,
-            bytes=self.bytes,
-            latency=LatencySummary(count=self.calls, total_s=self.total_s, max_s=self.max_s),
-        )
 
 
 class Guard:
@@ -80,7 +60,7 @@ class Guard:
             if "prefix_keys" in inspect.signature(getattr(backend, method)).parameters
         )
         self._lock = threading.Lock()
-        self._counts = {kind: _Counts() for kind in ("put", "get", "exists", "set_aside", "clear")}
+        self._counts = {kind: CallCounts() for kind in ("put", "get", "exists", "set_aside", "clear")}
         self._inside: dict[int, tuple[str, float]] = {}
         self._serial = 0
         self._bypass = False
@@ -191,10 +171,7 @@ class Guard:
     def _leave(self, token: int, kind: str, took_s: float) -> None:
         with self._lock:
             self._inside.pop(token, None)
-            counts = self._counts[kind]
-            counts.calls += 1
-            counts.total_s += took_s
-            counts.max_s = max(counts.max_s, took_s)
+            self._counts[kind].took(took_s)
             last = self._closing and not self._inside
         if last:
             self._close_now()
