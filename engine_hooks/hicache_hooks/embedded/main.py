@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 
 from hicache_hooks.embedded.options import EngineOptions, Layout, ModelShape, WritePolicy, split_address
+from hicache_proto import extras
 
 PROG = "hicache-engine"
 
@@ -70,6 +71,9 @@ def entry() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; 0 when everything left in good order."""
     options = parse(argv)
+    if absent := extras.missing(extras.ENGINE):
+        print(f"{PROG} {extras.advice(absent, 'engine')}", file=sys.stderr)
+        return 1
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{PROG}: %(levelname)s: %(message)s")
     try:
         listener = _listen(options.http)

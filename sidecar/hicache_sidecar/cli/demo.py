@@ -62,11 +62,10 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _require_extras() -> None:
-    from importlib.util import find_spec
+    from hicache_proto import extras
 
-    missing = [name for name in ("trio", "zmq", "torch") if find_spec(name) is None]
-    if missing:
-        raise StageError(f"the demo needs {', '.join(missing)}: pip install 'hicache-sidecar[sidecar,engine]'")
+    if absent := extras.missing(tuple(dict.fromkeys((*extras.SIDECAR, *extras.ENGINE)))):
+        raise StageError(f"the demo {extras.advice(absent, 'sidecar', 'engine')}")
 
 
 class Show:

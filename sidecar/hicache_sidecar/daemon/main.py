@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hicache_proto import __version__
+from hicache_proto import __version__, extras
 from hicache_proto.errors import HicacheError
-from hicache_sidecar.daemon import config, faults
+from hicache_sidecar.daemon import config
 from hicache_sidecar.daemon.settings import Settings
 from hicache_sidecar.obs import logging as obs_logging
 
@@ -39,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon; returns the exit code."""
     options = parser().parse_args(argv)
+    if absent := extras.missing(extras.SIDECAR):
+        print(f"hicache-sidecar {extras.advice(absent, 'sidecar')}", file=sys.stderr)
+        return EXIT_FAILED
+    from hicache_sidecar.daemon import faults
 
     def read() -> Settings:
         flags = {"runtime_dir": options.runtime_dir, "state_dir": options.state_dir, "http.listen": options.http}
