@@ -151,7 +151,7 @@ class HookLink:
             try:
                 sock.bind(f"ipc://{path}")
             except zmq.ZMQError as exc:
-                raise LinkRefused(exc.errno, f"cannot bind {path}: {os.strerror(exc.errno)}") from exc
+                raise LinkRefused(exc.errno, f"cannot bind {path}: {os.strerror(exc.errno or 0)}") from exc
             finally:
                 os.umask(umask)
             path.chmod(mode)
