@@ -178,12 +178,18 @@ class Capabilities(msgspec.Struct, frozen=True):
     problems: list[str] = []  # hooks that did not take, and why
 
 
+# Upper bounds of the latency histogram, in seconds; one more bucket holds what took longer. A page batch on a local
+# disk takes milliseconds, a hung store seconds: the bounds part these.
+LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
 class LatencySummary(msgspec.Struct, frozen=True):
-    """Sum and count of a duration, for mean and rate."""
+    """Sum and count of a duration, for mean and rate, and its histogram over ``LATENCY_BOUNDS_S``."""
 
     count: int = 0
     total_s: float = 0.0
     max_s: float = 0.0
+    buckets: list[int] = []  # per bound, not cumulative, the overflow last; empty: not counted
 
 
 class OpUsage(msgspec.Struct, frozen=True):
@@ -207,6 +213,37 @@ class ThreadReport(msgspec.Struct, frozen=True):
     stalled_s: float = 0.0
 
 
+class BreakerReport(msgspec.Struct, frozen=True):
+    """One circuit breaker. ``reason``: ``errors``, ``slow``, ``hung`` or what opened it by hand; empty while closed."""
+
+    state: str = "closed"  # "closed" | "open" | "half_open"
+    reason: str = ""
+    opened_for_s: float = 0.0  # since it opened, half-open time included; 0 while closed
+    ratio: float = 0.0  # failed share of the calls in the window; while not closed, of those that opened it
+    calls: int = 0  # calls in the window
+    opened_total: int = 0
+    probe_in_s: float | None = None  # until the next probe; None while closed or while one runs
+
+
+class GuardReport(msgspec.Struct, frozen=True):
+    """The guard in front of the installed store: what failover decides on.
+
+    Counters are totals since the store was attached, per call (``OpUsage`` counts keys); a probe is not counted.
+    """
+
+    name: str  # the backend
+    breaker: str = "closed"  # the worse of both sides: open, half_open, closed
+    opened_for_s: float = 0.0  # the longest of both sides
+    reason: str = ""  # of the worse side
+    ratio: float = 0.0  # the higher of both sides
+    calls: int = 0
+    errors: int = 0  # calls that failed as a whole or in part
+    timeouts: int = 0  # calls that ran past their deadline, or said so themselves
+    late: int = 0  # calls past their deadline that are still inside the store; their pages are not reused
+    stuck: list[str] = []  # worker threads inside such a call, by name
+    sides: dict[str, BreakerReport] = {}  # "read" (get, exists) and "write" (put): a full disk opens only one (F62)
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """Everything a rank says about itself; cheap enough for every heartbeat."""
 
@@ -222,6 +259,7 @@ class RankReport(msgspec.Struct, frozen=True):
     quarantine: str = ""  # reason; empty when clean
     layers: dict[str, str] = {}  # per-layer view, filled when layers disagree (F24)
     op_error: ErrorBody | None = None  # why op_n ended here by itself: the build or the swap failed
+    guard: GuardReport | None = None  # of the installed store; None: detached, or the engine has no such guard
 
 
 class Plan(msgspec.Struct, frozen=True):
