@@ -188,6 +188,7 @@ class BK:
 
     def delete(self, keys: Sequence[str]) -> int:
         self._enter("delete")
+        self._require_open()
         return sum(self.rig_.data.pop(key, None) is not None for key in keys)
 
     def set_aside(self, key: str, reason: str) -> None:
@@ -197,11 +198,13 @@ class BK:
 
     def clear(self) -> int:
         self._enter("clear")
+        self._require_open()
         mine = [key for key in self.rig_.data if key.startswith(f"{self.context.namespace}.")]
         return self.delete(mine)
 
     def health(self) -> dict[str, Any]:
         self._enter("health")
+        self._require_open()
         return {"inner": "dict", "epoch": self.rig_.epoch, "pages": len(self.rig_.data)}
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +32,9 @@ class ProcessFailed(AssertionError):
 class Process:
     """One started program with its log file."""
 
-    def __init__(self, name: str, argv: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: list[str], log: Path, env: dict[str, str] | None = None, *, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.log = log
         with log.open("ab") as output:
@@ -43,6 +45,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
                 start_new_session=True,  # its own group: its children die with it
+                pass_fds=pass_fds,
             )
 
     @property
