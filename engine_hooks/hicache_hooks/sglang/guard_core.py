@@ -1,0 +1,226 @@
+"""What every call to a guarded storage object goes through: counters, breakers, bypass, deadline, close.
+
+The rules are those of ``storage_guard``; nothing here knows SGLang.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from hicache_hooks.breaker import Admit, Breaker, BreakerSettings
+from hicache_hooks.counts import CallCounts
+from hicache_hooks.guard import describe_exception
+from hicache_hooks.sglang.deadline import CallDropped, CallThreads, CallTimedOut
+from hicache_proto.model import BreakerReport, GuardReport, OpUsage
+
+KINDS = ("put", "get", "exists")
+SIDES = {"put": "write", "get": "read", "exists": "read"}  # a full disk must not stop reads (F62)
+CALL_DEADLINE_S = 10.0  # 128 pages of 2 MiB at 25 MB/s; a store that needs longer is worse than computing
+
+T = TypeVar("T")
+Judge = Callable[[Any], tuple[int, int]]  # an answer's hits and bytes; raises for a wrong shape
+
+
+class GuardSettings(msgspec.Struct, frozen=True):
+    """Of one guard. ``page_bytes``: of one page, for byte counters on paths where no tensor tells."""
+
+    deadline_s: float = CALL_DEADLINE_S
+    breaker: BreakerSettings = BreakerSettings()
+    page_bytes: int = 0
+
+
+class GuardCore:
+    """Counters, breakers, bypass and close of one guarded object. Any thread."""
+
+    def __init__(self, name: str, settings: GuardSettings, clock: Callable[[], float], close: Callable[[], None]):
+        self.name = name
+        self.settings = settings
+        self.bypass = False
+        self.closing = self.closed = False
+        self.close_error = self.last_error = ""
+        self.threads = CallThreads(f"hicache-call-{name}")
+        self._clock = clock
+        self._close = close
+        self._lock = threading.RLock()
+        self._counts = {kind: CallCounts() for kind in KINDS}
+        self._calls = {"calls": 0, "errors": 0, "timeouts": 0}
+        self._breakers = {
+            side: Breaker(settings.breaker, clock=clock, traffic_probes=True) for side in ("read", "write")
+        }
+        self._waiting: dict[int, tuple[str, float, str]] = {}  # engine threads in a call: kind, since, thread
+        self._hung: set[int] = set()  # of those, told to the breaker
+        self._inside = 0  # runs inside the object, abandoned ones too
+        self._serial = 0
+
+    # -- one call
+
+    def run(
+        self, kind: str, keys: int, work: Callable[[], T], judge: Judge, otherwise: Callable[[], T], *, bounded: bool
+    ) -> T:
+        """One call to the store, or ``otherwise()``: skipped, failed, too late, or of the wrong shape."""
+        entered = self._enter(kind, keys)
+        if entered is None:
+            return otherwise()
+        token, started, probe = entered
+        failed: BaseException | None = None
+        hit = nbytes = 0
+        out = None
+        try:
+            if bounded:
+                out = self.threads.call(work, self.settings.deadline_s, self._left)
+            else:
+                try:
+                    out = work()
+                finally:
+                    self._left()
+            hit, nbytes = judge(out)
+        except BaseException as exc:  # rule 1: the thread is the engine's, the exception is not
+            failed = exc
+        used = self._leave(kind, keys, token, started, probe, hit, nbytes, failed)
+        return out if used and out is not None else otherwise()
+
+    def _enter(self, kind: str, keys: int) -> tuple[int, float, bool] | None:
+        with self._lock:
+            self._watch()
+            admit = Admit.REFUSE
+            if not (self.closing or self.bypass):
+                admit = self._breakers[SIDES[kind]].admit()
+            if admit is Admit.REFUSE:
+                self._counts[kind].skipped += keys
+                return None
+            self._serial += 1
+            self._inside += 1
+            started = self._clock()
+            self._waiting[self._serial] = (kind, started, threading.current_thread().name)
+            return self._serial, started, admit is Admit.PROBE
+
+    def _leave(
+        self,
+        kind: str,
+        keys: int,
+        token: int,
+        started: float,
+        probe: bool,
+        hit: int,
+        nbytes: int,
+        failed: BaseException | None,
+    ) -> bool:
+        """Count; True when the answer may be used."""
+        with self._lock:
+            del self._waiting[token]
+            hung = token in self._hung
+            self._hung.discard(token)
+            counts, breaker = self._counts[kind], self._breakers[SIDES[kind]]
+            counts.took(self._clock() - started)
+            self._calls["calls"] += 1
+            if isinstance(failed, CallDropped) or (failed is None and self.bypass):
+                counts.skipped += keys
+                if probe:
+                    breaker.end_probe(False)
+                return False
+            if failed is None:
+                counts.hit += hit
+                counts.miss += keys - hit
+                counts.bytes += nbytes
+            elif isinstance(failed, TimeoutError):
+                counts.timeout += keys
+                self._calls["timeouts"] += 1
+            else:
+                counts.error += keys
+                self._calls["errors"] += 1
+            if failed is not None:
+                self.last_error = f"{kind}: {describe_exception(failed)}"
+            if probe:
+                breaker.end_probe(failed is None)
+            elif isinstance(failed, CallTimedOut):
+                breaker.record_timeout(started)
+            elif not hung:  # a hung one has been recorded
+                breaker.record(started, failed=0.0 if failed is None else 1.0)
+        return failed is None
+
+    def _left(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            last = self.closing and not self._inside
+        if last:
+            self._close_now()
+
+    def _watch(self) -> None:
+        """A call that cannot be given up and is past the deadline: the breaker hears of it once (rule 5)."""
+        now = self._clock()
+        for token, (kind, started, _) in self._waiting.items():
+            if token not in self._hung and now - started > self.settings.deadline_s:
+                self._hung.add(token)
+                self._calls["timeouts"] += 1
+                self._breakers[SIDES[kind]].record_timeout(started)
+
+    # -- control and views
+
+    def set_bypass(self, enabled: bool) -> bool:
+        """Rule 3. Returns what it was. Leaving bypass closes the breakers: an operator has looked."""
+        with self._lock:
+            was, self.bypass = self.bypass, enabled
+            if was and not enabled:
+                for breaker in self._breakers.values():
+                    breaker.reset()
+        if enabled:
+            self.threads.drop_all()
+        return was
+
+    def in_flight(self) -> int:
+        """Engine threads inside a call now; abandoned runs are not among them."""
+        return len(self._waiting)
+
+    def oldest_call_s(self) -> float:
+        """Age of the oldest of those, in seconds; 0 when there is none."""
+        with self._lock:
+            started = min((since for _, since, _ in self._waiting.values()), default=None)
+        return 0.0 if started is None else self._clock() - started
+
+    def usage(self) -> dict[str, OpUsage]:
+        """Counters by call kind, per key."""
+        with self._lock:
+            return {kind: counts.usage() for kind, counts in self._counts.items()}
+
+    def report(self) -> GuardReport:
+        """What failover decides on."""
+        order = ("closed", "half_open", "open")
+        with self._lock:
+            self._watch()
+            sides = {side: breaker.snapshot() for side, breaker in self._breakers.items()}
+            worse: BreakerReport = max(sides.values(), key=lambda report: order.index(report.state))
+            return GuardReport(
+                name=self.name,
+                breaker=worse.state,
+                opened_for_s=max(report.opened_for_s for report in sides.values()),
+                reason=worse.reason,
+                ratio=max(report.ratio for report in sides.values()),
+                late=self.threads.abandoned + len(self._hung),
+                stuck=sorted(self._waiting[token][2] for token in self._hung),
+                sides=sides,
+                **self._calls,
+            )
+
+    def close(self) -> None:
+        """Rule 4. Idempotent, never raises, never waits for a call."""
+        with self._lock:
+            self.closing = True
+            idle = not self._inside
+        self.threads.drop_all()
+        if idle:
+            self._close_now()
+
+    def _close_now(self) -> None:
+        with self._lock:
+            if self.close_error == "closing" or self.closed:
+                return
+            self.close_error = "closing"
+        failed = ""
+        try:
+            self._close()
+        except BaseException as exc:  # rule 1
+            failed = describe_exception(exc)
+        self.close_error, self.closed = failed, True
+        self.threads.end()
