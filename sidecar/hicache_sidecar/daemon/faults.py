@@ -1,4 +1,4 @@
-"""Named fault points of the daemon process, for tests. None is active unless the configuration names it.
+"""The setting ``faults``: fault points of the transaction (``core.faults``), and one of the daemon itself.
 
 ``loop.block``: on SIGUSR2 the trio loop stands still for BLOCK_S, as a defect would make it; the watchdog must notice.
 """
@@ -10,16 +10,21 @@ from collections.abc import Iterable
 
 import trio
 
+from hicache_sidecar.core.faults import Faults
+
 log = logging.getLogger("hicache.daemon")
 
 LOOP_BLOCK = "loop.block"
-FAULTS = {LOOP_BLOCK: "SIGUSR2 blocks the trio loop"}
 BLOCK_S = 600.0  # longer than any watchdog interval
 
 
-def unknown(names: Iterable[str]) -> list[str]:
-    """Names that are no fault points."""
-    return sorted(set(names) - set(FAULTS))
+def plan(items: Iterable[str]) -> Faults:
+    """The transaction's fault points among ``items``.
+
+    Raises:
+        ValueError: an item names no fault point, or an action that it has not.
+    """
+    return Faults(",".join(item for item in items if item != LOOP_BLOCK))
 
 
 async def block_loop_on_signal() -> None:

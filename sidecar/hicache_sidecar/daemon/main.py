@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def read() -> Settings:
         flags = {"runtime_dir": options.runtime_dir, "state_dir": options.state_dir, "http.listen": options.http}
         settings = config.load(flags, os.environ, options.config)
-        if unknown := faults.unknown(settings.faults):
-            raise config.ConfigError(f"unknown fault point {unknown[0]}; known: {', '.join(faults.FAULTS)}")
+        try:
+            faults.plan(settings.faults)
+        except ValueError as exc:
+            raise config.ConfigError(f"faults: unknown fault point or action: {exc}") from None
         return settings
 
     try:

@@ -62,6 +62,9 @@ class Daemon:
         self._recover = recover
         self._live = Live(settings)
         self._counters = Counters()
+        self._faults = faults.plan(settings.faults)
+        if self._faults:
+            log.warning("fault points are active: never in production")
         self._stopping = trio.Event()
 
     async def run(self) -> None:
@@ -85,7 +88,7 @@ class Daemon:
         with contextlib.ExitStack() as stack:
             lock = RuntimeLock.take(self._settings.control_path)
             stack.callback(lock.release)
-            journal = Journal.open(self._settings.state_dir, recover=self._recover)
+            journal = Journal.open(self._settings.state_dir, recover=self._recover, faults=self._faults)
             stack.callback(journal.close)
             http = self._http_sockets()
             for sock in http:
@@ -106,6 +109,7 @@ class Daemon:
                     journal=journal,
                     settings=self._engine_settings(),
                     render_metrics=metrics.render,
+                    faults=self._faults,
                 )
             )
             metrics.follow(coordinator)

@@ -12,6 +12,7 @@ from hicache_proto import api
 from hicache_proto.errors import HicacheError, Internal, NoEngine, OperationInProgress
 from hicache_proto.hooklink import AskReport, CallBody
 from hicache_sidecar.core.actor import Actor
+from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.engine import status
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import EventHub
@@ -36,6 +37,7 @@ class Context:
     counters: Counters
     hub: EventHub
     nursery: trio.Nursery
+    faults: Faults = OFF
     running: Job | None = None
     recovering: str = ""  # why changes are refused after a start; empty once recovery ended
     digest: str = ""  # config digest of the desired state, once a rank has told it
@@ -87,6 +89,7 @@ class Context:
         except BaseException:
             self.release(job, None, Internal("the sidecar is stopping; the outcome is settled at its next start"))
             raise
+        self.faults.hit("answer", "before_send")
         self.release(job, answer, error)
 
     def release(self, job: Job, answer: api.Document | None, error: HicacheError | None) -> None:

@@ -25,6 +25,7 @@ from hicache_proto import __version__, api
 from hicache_proto.errors import InvalidRequest
 from hicache_proto.hooklink import Describe
 from hicache_sidecar.core.actor import Actor, authorize
+from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine import status
 from hicache_sidecar.engine.changes import Changes
@@ -191,6 +192,7 @@ async def serve(
     journal: Journal,
     settings: EngineSettings | None = None,
     render_metrics: RenderMetrics | None = None,
+    faults: Faults = OFF,
     task_status: trio.TaskStatus[Coordinator] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Bind ``runtime_dir/hooks.sock`` and serve the engine until cancelled.
@@ -199,6 +201,7 @@ async def serve(
         engine_id: the engine to serve; None lets the first hello bind it.
         journal: an opened ``store.journal.Journal``.
         render_metrics: makes the body of /metrics.
+        faults: fault points that are to fire, for tests.
 
     Raises:
         OSError: the socket cannot be bound.
@@ -206,7 +209,7 @@ async def serve(
     """
     settings = settings or EngineSettings()
     counters = Counters()
-    link = HookLink(counters)
+    link = HookLink(counters, faults=faults)
     registry = Registry(
         link=link, settings=settings, counters=counters, engine_id=engine_id, sidecar_version=__version__
     )
@@ -219,6 +222,7 @@ async def serve(
             counters=counters,
             hub=EventHub(counters),
             nursery=nursery,
+            faults=faults,
         )
         coordinator = Coordinator(ctx, render_metrics)
         path = runtime_dir / HOOKS_SOCKET

@@ -37,9 +37,10 @@ from hicache_proto.transaction import (
     coord_step,
     said,
 )
+from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.engine import causes, idle
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
-from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process
+from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process, point_of
 from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
@@ -65,11 +66,12 @@ class Drive:
         book: Journal,
         settings: EngineSettings,
         fixed_answer: Callable[[Outcome], dict[str, Any]],
+        faults: Faults = OFF,
     ) -> None:
         self.job, self.move, self.registry, self.fanout, self.book = job, move, registry, fanout, book
         self.settings = settings
         self.outcome = Outcome()
-        self._fixed_answer = fixed_answer
+        self._fixed_answer, self._faults = fixed_answer, faults
         self._inbox: deque[CoordEvent] = deque()
         self._wake = trio.lowlevel.ParkingLot()
         self._participants = Participants(registry, move.participants)
@@ -121,7 +123,10 @@ class Drive:
                     self._post(event)  # DURABLE is in the inbox: the loss belongs to FINALIZE
                     continue
                 before = self.rec
-                self.rec, acts = coord_step(before, event)
+                after, acts = coord_step(before, event)
+                if after.phase is not before.phase:
+                    self._faults.hit(point_of(before.phase), "before_apply")
+                self.rec = after
                 if self.rec.phase is CoordPhase.UNDO and before.phase is not CoordPhase.UNDO:
                     self._set_cause(before, event)
                 if self.rec.phase is CoordPhase.DONE and before.phase is CoordPhase.BEGIN:
@@ -369,13 +374,8 @@ class Drive:
 
     def _leave(self, phase: CoordPhase) -> None:
         now = trio.current_time()
-        took_ms = (now - self._started.pop(phase.value, now)) * 1000
-        if phase is CoordPhase.PREPARE:
-            self.outcome.prepare_ms += took_ms
-        elif phase is CoordPhase.FREEZE:
-            self.outcome.freeze_ms += took_ms
-        elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
-            self.outcome.commit_ms += took_ms
+        self.outcome.took(phase, (now - self._started.pop(phase.value, now)) * 1000)
+        self._faults.hit(point_of(phase), "after_apply")
 
     def lost_processes(self) -> dict[int, Process]:
         """Participants whose process was lost during the operation, and who it was."""

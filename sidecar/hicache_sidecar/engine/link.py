@@ -43,6 +43,7 @@ from hicache_proto.hooklink import (
     encode,
     phase_of,
 )
+from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.engine.counters import Counters
 
 DRAIN_MAX = 256  # messages per pass: some 10 ms, so that a flood cannot starve the other tasks
@@ -87,8 +88,14 @@ class _Waiter:
 class HookLink:
     """Sends to sessions, delivers what they say. ``on_message`` gets everything but answers, and must not block."""
 
-    def __init__(self, counters: Counters, *, wait_readable: WaitReadable = trio.lowlevel.wait_readable) -> None:
-        self.counters = counters
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        wait_readable: WaitReadable = trio.lowlevel.wait_readable,
+        faults: Faults = OFF,
+    ) -> None:
+        self.counters, self._faults = counters, faults
         self.on_message: OnMessage = lambda _peer, _message: None
         self.on_answer: Callable[[bytes, Answer], None] = lambda _peer, _answer: None
         self.on_disconnect: Callable[[], None] = lambda: None
@@ -221,6 +228,7 @@ class HookLink:
                 self.counters.stale_replies += 1
             return
         del self._waiters[answer.call]
+        self._faults.hit(answer.phase, "recv")
         waiter.answer = answer
         waiter.event.set()
         self._peers[answer.session] = peer  # a reconnected DEALER has another routing id, and the same session
@@ -312,7 +320,9 @@ class HookLink:
         waiter = _Waiter(session, n, phase_of(body), call)
         self._waiters[call] = waiter
         try:
+            self._faults.hit(waiter.phase, "before_send")
             self.send(peer, Call(session=session, n=n, phase=waiter.phase, call=call, body=body))
+            self._faults.hit(waiter.phase, "after_send")
             with trio.move_on_at(deadline):
                 await waiter.event.wait()
         finally:

@@ -4,10 +4,18 @@ from dataclasses import dataclass, field
 
 from hicache_proto.errors import HicacheError
 from hicache_proto.model import TargetState
-from hicache_proto.transaction import Said, said
+from hicache_proto.transaction import CoordPhase, Said, said
 from hicache_sidecar.engine.registry import Registry, Session
 
 Process = tuple[int, int, str]  # pid, epoch, incarnation: another one is another process
+
+
+_POINTS = {CoordPhase.WAIT: "thaw", CoordPhase.CONVERGING: "finalize"}
+
+
+def point_of(phase: CoordPhase) -> str:
+    """The coordinator's phase among the fault points, which are named as on the wire."""
+    return _POINTS.get(phase, phase.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,15 @@ class Outcome:
     freeze_ms: float = 0.0
     commit_ms: float = 0.0
     warnings: list[str] = field(default_factory=list)
+
+    def took(self, phase: CoordPhase, ms: float) -> None:
+        """One stay in ``phase`` ended; a phase may be entered again."""
+        if phase is CoordPhase.PREPARE:
+            self.prepare_ms += ms
+        elif phase is CoordPhase.FREEZE:
+            self.freeze_ms += ms
+        elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
+            self.commit_ms += ms
 
 
 def process_of(session: Session) -> Process:

@@ -104,6 +104,7 @@ class Transactor:
             book=ctx.book,
             settings=ctx.settings,
             fixed_answer=fixed_answer,
+            faults=ctx.faults,
         )
 
     def _answer(

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from hicache_proto.model import TargetState
+from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.store import frames, snapshot
 from hicache_sidecar.store.disk import Disk
 from hicache_sidecar.store.errors import JournalFailed, JournalFull
@@ -44,6 +45,13 @@ JOURNAL_NAME = snapshot.JOURNAL_NAME
 COMPACT_BYTES = 1024 * 1024  # a file larger than twice its snapshot and this is written anew at the next BEGIN
 
 
+def _point_of(record: Record) -> str:
+    """The record's name among the fault points."""
+    if isinstance(record, Outcome):
+        return "outcome_b" if record.b else "outcome_a"
+    return "begin" if isinstance(record, Begin) else ""
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -51,10 +59,10 @@ def _now() -> str:
 class Journal:
     """The open journal of one state directory. Make it with ``Journal.open``."""
 
-    def __init__(self, lock: StateDirLock, opened: snapshot.Opened, disk: Disk) -> None:
+    def __init__(self, lock: StateDirLock, opened: snapshot.Opened, disk: Disk, faults: Faults = OFF) -> None:
         self.path = opened.path
         self.found = opened.found
-        self._lock, self._disk = lock, disk
+        self._lock, self._disk, self._faults = lock, disk, faults
         self._fd, self._end, self._seq = opened.fd, opened.end, opened.seq
         self._base = opened.end  # size right after the last snapshot
         self._ledger = opened.ledger
@@ -63,13 +71,15 @@ class Journal:
         self._closed = False
 
     @classmethod
-    def open(cls, state_dir: Path | str, recover: bool = False, *, disk: Disk | None = None) -> "Journal":
+    def open(
+        cls, state_dir: Path | str, recover: bool = False, *, disk: Disk | None = None, faults: Faults = OFF
+    ) -> "Journal":
         """Lock the state directory, read what is there, and write it anew.
 
         Args:
             state_dir: made with mode 0700 if it is not there.
             recover: on damage, keep the damaged file beside the journal and go on with the records before it.
-            disk: the filesystem; tests give one that fails.
+            disk: the filesystem; tests give one that fails. faults: fault points that are to fire.
 
         Raises:
             StateDirUnsafe, StateDirLocked: the directory cannot be ours.
@@ -84,7 +94,7 @@ class Journal:
         except BaseException:
             lock.release()
             raise
-        return cls(lock, opened, disk)
+        return cls(lock, opened, disk, faults)
 
     # ---- what is known
 
@@ -322,11 +332,15 @@ class Journal:
             raise JournalFull(self.path, exc.strerror or str(exc)) from exc
 
     def _put(self, blob: bytes, record: Record) -> None:
+        point = _point_of(record)
+        self._faults.hit(point, "before_write")
         try:
             self._disk.write(self._fd, blob, self._end)
+            self._faults.hit(point, "before_fsync")
             self._disk.sync(self._fd)
         except OSError as exc:
             raise self._broken(exc) from exc
+        self._faults.hit(point, "after_fsync")
         self._end += len(blob)
         self._seq += 1
         self._ledger.apply(record)
