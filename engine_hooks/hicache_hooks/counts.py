@@ -4,23 +4,27 @@ Per key, and a miss is no error (F91): ``hit`` found or stored, ``miss`` not the
 ``timeout``, ``skipped`` (bypass, breaker, or closed).
 """
 
-from hicache_proto.model import LatencySummary, OpUsage
+from bisect import bisect_left
+
+from hicache_proto.model import LATENCY_BOUNDS_S, LatencySummary, OpUsage
 
 
 class CallCounts:
     """Changed under the lock of the guard that owns it."""
 
-    __slots__ = ("bytes", "calls", "error", "hit", "max_s", "miss", "skipped", "timeout", "total_s")
+    __slots__ = ("buckets", "bytes", "calls", "error", "hit", "max_s", "miss", "skipped", "timeout", "total_s")
 
     def __init__(self) -> None:
         self.hit = self.miss = self.error = self.timeout = self.skipped = self.bytes = self.calls = 0
         self.total_s = self.max_s = 0.0
+        self.buckets = [0] * (len(LATENCY_BOUNDS_S) + 1)
 
     def took(self, seconds: float) -> None:
         """One more call, which lasted ``seconds``."""
         self.calls += 1
         self.total_s += seconds
         self.max_s = max(self.max_s, seconds)
+        self.buckets[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
 
     def usage(self) -> OpUsage:
         """As reported."""
@@ -31,5 +35,7 @@ class CallCounts:
             timeout=self.timeout,
             skipped=self.skipped,
             bytes=self.bytes,
-            latency=LatencySummary(count=self.calls, total_s=self.total_s, max_s=self.max_s),
+            latency=LatencySummary(
+                count=self.calls, total_s=self.total_s, max_s=self.max_s, buckets=list(self.buckets)
+            ),
         )

@@ -5,19 +5,23 @@ Rules:
 1. Traffic calls never raise. Any exception of a backend, ``SystemExit`` and its like too, and any answer of the wrong
    shape counts as errors of all its keys and reads as misses, so that serving recomputes (F38, F80).
 2. Results are counted per key and a miss is no error (F91): ``hit`` found or stored, ``miss`` not there or not taken,
-   ``error``, ``timeout`` (the backend said so), ``skipped`` (bypass, or closed).
+   ``error``, ``timeout`` (the backend said so, or its deadline passed), ``skipped`` (bypass, breaker, or closed).
 3. Bypass works at once and under load (F77): calls that start are skipped, results of calls that are on their way
    are dropped. It is a plain attribute, so setting it waits for nothing.
 4. The backend is closed once, and never while a call is inside it: the last call to leave closes it (F27). A native
    client that is used after its close ends the process.
 5. Exceptions are named by type; their text may hold secrets (F94).
+6. A call that runs past its deadline is counted as timed out there and then, whoever made it is told
+   (``on_late``), and what it brings later is dropped. Its memory stays its own until it is back.
+7. While a breaker is not closed its side's traffic is skipped (``guard_watch``); a page that the store promised and
+   did not deliver is not promised again for a while (``negative``).
 
-``_call`` is the one place through which every call to the backend goes.
+``_call`` is the one place through which traffic goes to the backend; the guard's own probes go through ``Watch``.
 """
 
+import errno
 import inspect
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,31 +29,43 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hicache_hooks.backends.base import Backend, Got
-from hicache_hooks.counts import CallCounts
-from hicache_proto.errors import HicacheError, PrepareFailed
-from hicache_proto.model import OpUsage
+from hicache_hooks.breaker import Admit
+from hicache_hooks.deadlines import Call
+from hicache_hooks.describe import describe_exception
+from hicache_hooks.guard_counts import Counts
+from hicache_hooks.guard_settings import GuardSettings
+from hicache_hooks.guard_watch import SIDE, Probe, Watch
+from hicache_hooks.negative import NegativeCache
+from hicache_proto.errors import PrepareFailed
+from hicache_proto.model import GuardReport, OpUsage
+
+__all__ = ["Guard", "describe_exception"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_EVERY_S = 10.0  # a broken store must not fill the log
-
-
-def describe_exception(exc: BaseException) -> str:
-    """An exception in words that cannot hold a secret: its type, and the system's text for an errno (F94)."""
-    if isinstance(exc, HicacheError):
-        return exc.message
-    number = exc.errno if isinstance(exc, OSError) else None
-    return f"{type(exc).__name__}: {os.strerror(number)}" if number else type(exc).__name__
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Guard:
     """See the module's text. Methods may be called from any thread."""
 
     def __init__(
-        self, backend: Backend, *, name: str = "", inner: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Backend,
+        *,
+        name: str = "",
+        inner: str = "",
+        settings: GuardSettings | None = None,
+        probe: Probe | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        threads: bool = True,
     ) -> None:
-        """``backend`` is open and canaried; the guard owns it from now on. ``inner``: the vendor's connector (F75)."""
+        """``backend`` is open and canaried; the guard owns it from now on. ``inner``: the vendor's connector (F75).
+
+        ``probe`` looks at the store while its traffic is kept away; ``threads`` False: ``tick`` is called by hand.
+        """
         self.name = name
         self.inner = inner
         self._backend = backend
@@ -60,15 +76,25 @@ class Guard:
             if "prefix_keys" in inspect.signature(getattr(backend, method)).parameters
         )
         self._lock = threading.Lock()
-        self._counts = {kind: CallCounts() for kind in ("put", "get", "exists", "set_aside", "clear")}
-        self._inside: dict[int, tuple[str, float]] = {}
-        self._serial = 0
+        self._counts = Counts()
+        self._watch = Watch(name, settings or GuardSettings(), self._lock, self._counts, clock, probe, threads=threads)
+        self._watch.probe_left = self._close_if_last
+        self._negative = NegativeCache(clock)
+        self._whose: Callable[[], Any] = lambda: None
         self._bypass = False
         self._closing = False
         self._closed = False
         self._close_error = ""
         self._last_error = ""
         self._logged_at = float("-inf")
+
+    def on_late(self, whose: Callable[[], Any], tell: Callable[[Any], None]) -> None:
+        """``whose()`` names the caller of a call that begins; ``tell(owner)`` says that it is late (rule 6).
+
+        ``tell`` runs on the guard's thread and must not raise. The owner may be through by then.
+        """
+        self._whose = whose
+        self._watch.tell_late = tell
 
     # -------------------------------------------------------------- traffic
 
@@ -83,7 +109,9 @@ class Guard:
         if done is None:
             return [False] * len(keys)
         stored = [bool(item) for item in done]
-        self._count("put", hit=stored.count(True), miss=stored.count(False), nbytes=_bytes(pages, stored))
+        with self._lock:
+            self._counts.add("put", hit=stored.count(True), miss=stored.count(False), nbytes=_bytes(pages, stored))
+            self._negative.forget(key for key, yes in zip(keys, stored, strict=True) if yes)
         return stored
 
     def batch_get(
@@ -91,18 +119,21 @@ class Guard:
     ) -> list[Got]:
         """What was read into ``pages``; a page whose result is not HIT holds garbage. Never raises."""
         extra = self._extra("batch_get", prefix_keys)
-        done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), _is_got)
+        done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), _is_got, _errors)
         if done is None:
             return [Got.MISS] * len(keys)
         got = [Got(item) for item in done]
         hits = [item is Got.HIT for item in got]
-        self._count(
-            "get",
-            hit=got.count(Got.HIT),
-            miss=got.count(Got.MISS),
-            error=got.count(Got.ERROR),
-            nbytes=_bytes(pages, hits),
-        )
+        with self._lock:
+            self._counts.add(
+                "get",
+                hit=got.count(Got.HIT),
+                miss=got.count(Got.MISS),
+                error=got.count(Got.ERROR),
+                nbytes=_bytes(pages, hits),
+            )
+            lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
+            self._negative.add(lost, self._watch.settings.negative_ttl_s)
         return got
 
     def batch_exists(self, keys: Sequence[str], *, prefix_keys: Sequence[str] | None = None) -> list[bool]:
@@ -112,7 +143,9 @@ class Guard:
         if done is None:
             return [False] * len(keys)
         there = [bool(item) for item in done]
-        self._count("exists", hit=there.count(True), miss=there.count(False))
+        with self._lock:
+            there = self._negative.mask(keys, there)
+            self._counts.add("exists", hit=there.count(True), miss=there.count(False))
         return there
 
     def set_aside(self, key: str, reason: str) -> None:
@@ -122,8 +155,28 @@ class Guard:
             self._backend.set_aside(key, reason)
             return [True]
 
+        with self._lock:
+            self._negative.add([key], self._watch.settings.negative_ttl_s)
         if self._call("set_aside", 1, call, _is_bool, always=True) is not None:
-            self._count("set_aside", hit=1)
+            with self._lock:
+                self._counts.add("set_aside", hit=1)
+
+    def refuses(self, kind: str, keys: int) -> bool:
+        """True when a call now would be skipped; then it is counted as that. Saves the caller its preparations."""
+        if self.open_for(kind):
+            return False
+        with self._lock:
+            self._counts.skip(kind, keys, self._why_not())
+        return True
+
+    def open_for(self, kind: str) -> bool:
+        """False when a call of this kind would be skipped. Reads attributes only."""
+        side = self._watch.breakers[SIDE[kind]]
+        # Where traffic is the probe, only the call itself can find out whether it is its turn.
+        return not self._bypass and not self._closing and (side.closed or not self._watch.probes)
+
+    def _why_not(self) -> str:
+        return "closed" if self._closing else "bypass" if self._bypass else "breaker"
 
     def _extra(self, method: str, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
         return {"prefix_keys": prefix_keys} if prefix_keys is not None and method in self._takes_prefix else {}
@@ -134,80 +187,87 @@ class Guard:
         keys: int,
         call: Callable[[], list[T]],
         valid: Callable[[object], bool],
+        failed_keys: Callable[[list[T]], int] = lambda out: 0,
         *,
         always: bool = False,
     ) -> list[T] | None:
         """One backend call; None when its result must not be used, which is then counted."""
-        token = self._enter(kind, keys, always)
-        if token is None:
+        entered = self._enter(kind, keys, always)
+        if entered is None:
             return None
-        started = self._clock()
         failed: BaseException | None = None
         out: list[T] = []
+        share = 1.0
         try:
             out = call()
             _check_shape(out, keys, valid)
+            share = failed_keys(out) / max(1, keys)
         except BaseException as exc:  # rule 1: the thread is the engine's, the exception is not
             failed = exc
-        finally:
-            self._leave(token, kind, self._clock() - started)
+        in_time = self._leave(entered, share, failed)
+        if not in_time:  # counted when it became late
+            return None
         if failed is not None:
             self._failed(kind, keys, failed)
             return None
         if self._bypass and not always:
-            self._count(kind, skipped=keys)
+            with self._lock:
+                self._counts.skip(kind, keys, "bypass")
             return None
         return out
 
-    def _enter(self, kind: str, keys: int, always: bool) -> int | None:
+    def _enter(self, kind: str, keys: int, always: bool) -> Call | None:
         with self._lock:
-            if self._closing or (self._bypass and not always):
-                self._counts[kind].skipped += keys
+            admit = Admit.REFUSE if self._closing or (self._bypass and not always) else self._watch.admit(kind)
+            if admit is Admit.REFUSE:
+                self._counts.skip(kind, keys, self._why_not())
                 return None
-            self._serial += 1
-            self._inside[self._serial] = (kind, self._clock())
-            return self._serial
+            entered = self._watch.enter(kind, keys, owner=self._whose(), permit=admit is Admit.PROBE)
+        self._watch.watch(entered)
+        return entered
 
-    def _leave(self, token: int, kind: str, took_s: float) -> None:
+    def _leave(self, call: Call, share: float, failed: BaseException | None) -> bool:
         with self._lock:
-            self._inside.pop(token, None)
-            self._counts[kind].took(took_s)
-            last = self._closing and not self._inside
-        if last:
-            self._close_now()
+            in_time = self._watch.leave(call, failed=share, timed_out=isinstance(failed, TimeoutError))
+            self._counts.by_kind[call.kind].took(self._clock() - call.started)
+            if call.kind == "put" and isinstance(failed, OSError) and failed.errno in _NO_SPACE:
+                self._watch.breakers["write"].trip("no_space")  # F62: the next put would say the same
+        self._watch.left()
+        self._close_if_last()
+        return in_time
 
     def _failed(self, kind: str, keys: int, exc: BaseException) -> None:
-        if isinstance(exc, TimeoutError):
-            self._count(kind, timeout=keys)
-        else:
-            self._count(kind, error=keys)
+        with self._lock:
+            if isinstance(exc, TimeoutError):
+                self._counts.add(kind, timeout=keys)
+            else:
+                self._counts.add(kind, error=keys)
         self._last_error = f"{kind}: {describe_exception(exc)}"
         now = self._clock()
         if now - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = now
             log.warning("backend %s failed: %s", self.name, self._last_error)
 
-    def _count(
-        self,
-        kind: str,
-        *,
-        hit: int = 0,
-        miss: int = 0,
-        error: int = 0,
-        timeout: int = 0,
-        skipped: int = 0,
-        nbytes: int = 0,
-    ) -> None:
-        with self._lock:
-            counts = self._counts[kind]
-            counts.hit += hit
-            counts.miss += miss
-            counts.error += error
-            counts.timeout += timeout
-            counts.skipped += skipped
-            counts.bytes += nbytes
-
     # -------------------------------------------------------------- control
+
+    def configure(self, settings: GuardSettings) -> None:
+        """Take new settings for the calls to come."""
+        with self._lock:
+            self._watch.configure(settings)
+
+    def tick(self) -> float | None:
+        """See ``Watch.tick``."""
+        return self._watch.tick()
+
+    def report(self) -> GuardReport:
+        """Breakers, late calls and totals, for failover and status. Never raises."""
+        with self._lock:
+            return self._watch.report()
+
+    def skipped(self) -> dict[str, int]:
+        """Keys that were skipped, by reason."""
+        with self._lock:
+            return dict(self._counts.skipped)
 
     def set_bypass(self, enabled: bool) -> bool:
         """Reads miss, writes are skipped (rule 3). Returns what it was."""
@@ -221,18 +281,17 @@ class Guard:
 
     def in_flight(self) -> int:
         """Calls inside the backend now."""
-        return len(self._inside)
+        return self._watch.inside()
 
     def oldest_call_s(self) -> float:
         """Age of the oldest call inside the backend, in seconds; 0 when there is none."""
         with self._lock:
-            started = min((at for _, at in self._inside.values()), default=None)
-        return 0.0 if started is None else self._clock() - started
+            return self._watch.oldest_s()
 
     def usage(self) -> dict[str, OpUsage]:
         """Counters by call kind (rule 2)."""
         with self._lock:
-            return {kind: counts.usage() for kind, counts in self._counts.items()}
+            return self._counts.usage()
 
     def health(self) -> dict[str, Any]:
         """The backend's facts, and ``ok``, ``last_error``. Never raises."""
@@ -251,30 +310,29 @@ class Guard:
         Raises:
             PrepareFailed: the store failed; reason ``clear_failed``.
         """
-        token = self._enter("clear", 0, always=True)
-        if token is None:
+        entered = self._enter("clear", 0, always=True)
+        if entered is None:
             raise PrepareFailed("the store is being closed", details={"reason": "clear_failed"})
-        failed = ""
+        failed: BaseException | None = None
         deleted = 0
-        started = self._clock()
         try:
             deleted = self._backend.clear()
         except BaseException as exc:  # rule 1
-            failed = describe_exception(exc)
-        finally:
-            self._leave(token, "clear", self._clock() - started)
-        self._count("clear", hit=deleted, error=bool(failed))
-        if failed:
-            raise PrepareFailed(f"the store could not be cleared: {failed}", details={"reason": "clear_failed"})
+            failed = exc
+        self._leave(entered, float(failed is not None), failed)
+        with self._lock:
+            self._counts.add("clear", hit=deleted, error=failed is not None)
+        if failed is not None:
+            said = describe_exception(failed)
+            raise PrepareFailed(f"the store could not be cleared: {said}", details={"reason": "clear_failed"})
         return deleted
 
     def close(self) -> None:
         """Close the backend, at once or when the last call has left it (rule 4). Idempotent, never raises."""
         with self._lock:
             self._closing = True
-            wait = bool(self._inside)
-        if not wait:
-            self._close_now()
+        self._watch.stop()
+        self._close_if_last()
 
     @property
     def closed(self) -> bool:
@@ -286,9 +344,9 @@ class Guard:
         """Why the backend's close failed; empty when it did not."""
         return self._close_error
 
-    def _close_now(self) -> None:
+    def _close_if_last(self) -> None:
         with self._lock:
-            if self._closed or self._close_error == "closing":
+            if not self._closing or self._watch.inside() or self._closed or self._close_error == "closing":
                 return
             self._close_error = "closing"
         failed = ""
@@ -317,3 +375,7 @@ def _is_got(item: object) -> bool:
 
 def _bytes(pages: Sequence[memoryview], counted: Sequence[bool]) -> int:
     return sum(page.nbytes for page, yes in zip(pages, counted, strict=True) if yes)
+
+
+def _errors(got: list[Got]) -> int:
+    return sum(1 for item in got if item == Got.ERROR)

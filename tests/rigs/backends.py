@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -42,6 +42,18 @@ class Fault:
     claim: str = ""  # only in the one process that creates this file first: "on one rank only" without knowing which
 
 
+class _Events(dict[str, threading.Event]):
+    """An event per method. Made under a lock: two threads that ask first must get the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def __missing__(self, method: str) -> threading.Event:
+        with self._lock:
+            return self.setdefault(method, threading.Event())
+
+
 @dataclass
 class Rig:
     """One store's content and script, shared by every BK with this name in the process."""
@@ -52,7 +64,7 @@ class Rig:
     registered: list[int] = field(default_factory=list)  # bytes of each registered pool
     set_aside: list[tuple[str, str]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
-    entered: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
+    entered: dict[str, threading.Event] = field(default_factory=_Events)
     fired: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: int = 1
