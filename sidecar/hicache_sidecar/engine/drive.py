@@ -4,10 +4,11 @@ Theory of operation
 ===================
 
 ``proto.transaction.coord_step`` decides; this module only performs. One task feeds events to the table and performs
-the returned actions. Each phase has its own nursery of senders, cancelled when the phase ends, so that a message of
-an old phase is never sent later. Within a phase every participant has a sender of its own: a slow rank delays nobody
-else's messages, leases are renewed by repeating, and a participant that reconnects with a new session and still
-holds n is asked again there (rule 13: one that no longer holds n counts as a no).
+the returned actions. Each phase has its own calls and timers, dropped when the phase ends, so that a message of an
+old phase is never sent later and its answer never read. Within a phase nobody waits for anybody: all messages leave
+at once, leases are renewed by repeating, and a participant that reconnects with a new session and still holds n is
+asked again there (rule 13: one that no longer holds n counts as a no). Answers are noted by the link's pump and
+worked off by the loop, in the order in which they came.
 
 What a participant is comes from its answers. Its reports (heartbeats) may only say good news early: PREPARED,
 FINAL, UNDONE; bad news and FROZEN wait for the answer, which carries the cause and belongs to this round.
@@ -24,8 +25,7 @@ from typing import Any
 import trio
 
 from hicache_proto.errors import HicacheError, PrepareFailed
-from hicache_proto.hooklink import CallBody, Commit, Finalize, Freeze, Prepare, Thaw, Undo, WatchIdle
-from hicache_proto.model import Blocker
+from hicache_proto.hooklink import CallBody, Commit, Finalize, Freeze, Prepare, Thaw, Undo
 from hicache_proto.transaction import (
     Act,
     CoordEvent,
@@ -38,19 +38,21 @@ from hicache_proto.transaction import (
     said,
 )
 from hicache_sidecar.core.faults import OFF, Faults
-from hicache_sidecar.engine import causes, idle
+from hicache_sidecar.engine import causes
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process, point_of
 from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
 from hicache_sidecar.engine.settings import EngineSettings
-from hicache_sidecar.engine.waiting import IdleWatch
+from hicache_sidecar.engine.waiting import Blocking, IdleWatch
 from hicache_sidecar.store.journal import Journal
 
 BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
 UNDO_REPEAT_S = 1.0
 LEASE_MARGIN_S = 1.0
+# What a report, before any answer, may move in each phase.
+GOOD_NEWS = {CoordPhase.PREPARE: Said.PREPARED, CoordPhase.FINALIZE: Said.FINAL, CoordPhase.UNDO: Said.UNDONE}
 
 
 class Drive:
@@ -73,6 +75,7 @@ class Drive:
         self.outcome = Outcome()
         self._fixed_answer, self._faults = fixed_answer, faults
         self._inbox: deque[CoordEvent] = deque()
+        self._answers: deque[tuple[RankAnswer, CallBody]] = deque()
         self._wake = trio.lowlevel.ParkingLot()
         self._participants = Participants(registry, move.participants)
         self._lease_end = 0.0  # when every lease that we armed is surely over
@@ -80,7 +83,7 @@ class Drive:
         self._wait_until = math.inf
         self._started: dict[str, float] = {}
         self._errors: dict[int, HicacheError] = {}
-        self._blocked: dict[int, list[tuple[str, int]]] = {}
+        self.blocking = Blocking(registry, move.participants)
         wait = move.mode == "strict" and move.wait_s > 0
         self.rec, self._first = coord_start(
             move.n, frozenset(move.participants), drain=move.mode == "drain", hot=move.mode == "hot", wait=wait
@@ -96,9 +99,7 @@ class Drive:
         """
         broken: HicacheError | None = None
         async with trio.open_nursery() as self.nursery:
-            self.senders = Senders(
-                self.nursery, self.fanout, self.registry, self.move.n, self.move.deadline, self._on_result
-            )
+            self.senders = Senders(self.nursery, self.fanout, self.registry, self.move.n, self._on_answer)
             self.watch = IdleWatch(
                 self.nursery, self.registry, self.move.participants, lambda: self._post(CoordEvent(See.IDLE))
             )
@@ -150,6 +151,10 @@ class Drive:
     async def _next_event(self) -> CoordEvent:
         """The next event: a posted one, a participant that left, or a time that came."""
         while True:
+            while self._answers:
+                result, body = self._answers.popleft()
+                if self.senders.current(body):
+                    self._on_result(result, body)
             self._look_at_participants()
             at, see, detail = self._next_time()
             late = trio.current_time() >= at
@@ -279,6 +284,10 @@ class Drive:
 
     # ---- what ranks say
 
+    def _on_answer(self, result: RankAnswer, body: CallBody) -> None:
+        self._answers.append((result, body))
+        self._wake.unpark_all()
+
     def _on_result(self, result: RankAnswer, body: CallBody) -> None:
         rank, answer = result.rank, result.answer
         if answer is None:
@@ -318,8 +327,6 @@ class Drive:
                 self._errors.setdefault(rank, error)
                 self._post(CoordEvent(See.SAID, rank=rank, said=what))
                 return
-            case WatchIdle():
-                return
         self._errors.setdefault(rank, error)
         self.job.result(rank, False, error.message)
         self._post(CoordEvent(See.FAILED, rank=rank, said=what, detail=f"rank {rank}: {error.message}"))
@@ -327,29 +334,16 @@ class Drive:
     def _on_report(self, session: Session) -> None:
         if session.rank not in self.rec.participants:
             return
-        report = session.report
-        what = said(report.op_n, report.op_phase, report.op_ended, self.move.n, report.state.revision)
-        good = {CoordPhase.PREPARE: Said.PREPARED, CoordPhase.FINALIZE: Said.FINAL, CoordPhase.UNDO: Said.UNDONE}
-        if what is good.get(self.rec.phase):
-            self._post(CoordEvent(See.SAID, rank=session.rank, said=what))
-        if self.rec.phase in (CoordPhase.WAIT, CoordPhase.FREEZE):
-            self._see_blockers(session)
-        if self.rec.phase is CoordPhase.WAIT:
-            self.watch.saw(session)
-
-    def _see_blockers(self, session: Session) -> None:
-        """Show what blocks, live. Only the rank that reported is looked at: 256 ranks report in every phase."""
-        now = idle.blockers({session.rank: session.report.idle})
-        names = [(b.name, b.count) for b in now]
-        if names != self._blocked.get(session.rank, []):
-            self._blocked[session.rank] = names
-            self.job.blocked_by = self.blockers()
-            self.job.tell()
-
-    def blockers(self) -> list[Blocker]:
-        """What the participants' last reports say."""
-        ranks = self.registry.ranks
-        return idle.blockers({r: ranks[r].report.idle for r in self.move.participants if r in ranks})
+        report, phase = session.report, self.rec.phase
+        if good := GOOD_NEWS.get(phase):
+            if said(report.op_n, report.op_phase, report.op_ended, self.move.n, report.state.revision) is good:
+                self._post(CoordEvent(See.SAID, rank=session.rank, said=good))
+        elif phase in (CoordPhase.WAIT, CoordPhase.FREEZE):
+            if self.blocking.saw(session):  # shown live
+                self.job.blocked_by = self.blocking.all()
+                self.job.tell()
+            if phase is CoordPhase.WAIT:
+                self.watch.saw(session)
 
     # ---- participants that leave
 
@@ -394,5 +388,5 @@ class Drive:
             error = self._errors.get(event.rank)
             silent = sorted(before.participants - before.have)
             self.outcome.cause = causes.cause_of(
-                before.phase, event, error, silent, self.blockers(), verb=self.job.verb, drain=before.drain
+                before.phase, event, error, silent, self.blocking.all(), verb=self.job.verb, drain=before.drain
             )

@@ -1,28 +1,33 @@
 """One question to many ranks, one absolute deadline, one result per rank, each handed on as it arrives.
 
-A slow rank delays nobody: results go to ``on_result`` at once. Threads of thought per rank are trio tasks; 256 of
-them cost less than one fsync.
+A slow rank delays nobody: results go to ``on_result`` at once. There is no task per rank: a call's end is a
+callback, so that 256 ranks cost their messages and little else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import trio
 
 from hicache_proto.errors import HicacheError, from_body
 from hicache_proto.hooklink import Answer, CallBody
-from hicache_sidecar.engine.link import SessionLost
+from hicache_sidecar.engine.link import OnEnd, SessionLost
 
 
 class Caller(Protocol):
-    """The link's calling side."""
+    """The link's calling side; see ``HookLink``."""
 
-    async def call(self, session: str, n: int, body: CallBody, deadline: float) -> Answer:
-        """See ``HookLink.call``."""
+    def post(self, session: str, n: int, body: CallBody, ended: OnEnd) -> int: ...
+
+    def drop(self, call: int) -> None: ...
+
+    def burst(self) -> AbstractContextManager[None]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankAnswer:
     """What became of the question to one rank: exactly one of the four."""
 
@@ -50,26 +55,38 @@ class RankAnswer:
         return f"rank {self.rank}: ok"
 
 
+OnResult = Callable[[RankAnswer], None]
+
+
 class FanOut:
     """Asks sessions over a link."""
 
     def __init__(self, link: Caller) -> None:
         self._link = link
 
+    def post(self, sessions: Mapping[int, str], n: int, body: CallBody, on_result: OnResult) -> list[int]:
+        """Ask every rank of ``sessions`` (rank -> session id) and return at once, with the calls for ``drop``.
+
+        ``on_result`` is called once per rank, in the loop's thread, unless the call is dropped first; at once for a
+        rank that cannot be reached. It must not raise.
+        """
+        calls: list[int] = []
+        with self._link.burst():
+            for rank, session in sessions.items():
+                try:
+                    calls.append(self._link.post(session, n, body, partial(_ended, rank, session, on_result)))
+                except SessionLost as exc:
+                    on_result(RankAnswer(rank, session, lost=str(exc)))
+        return calls
+
+    def drop(self, calls: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
+        for call in calls:
+            self._link.drop(call)
+
     async def ask_one(self, rank: int, session: str, n: int, body: CallBody, deadline: float) -> RankAnswer:
         """Ask one rank; never raises for what the rank does."""
-        try:
-            answer = await self._link.call(session, n, body, deadline)
-        except trio.TooSlowError:
-            return RankAnswer(rank, session, timeout=True)
-        except SessionLost as exc:
-            return RankAnswer(rank, session, lost=str(exc))
-        error = None
-        if answer.error is not None:
-            error = from_body(answer.error)
-        elif not answer.ok:
-            error = HicacheError("refused without a reason")
-        return RankAnswer(rank, session, answer=answer, error=error)
+        return (await self.ask({rank: session}, n, body, deadline))[rank]
 
     async def ask(
         self,
@@ -77,9 +94,9 @@ class FanOut:
         n: int,
         body: CallBody,
         deadline: float,
-        on_result: Callable[[RankAnswer], None] | None = None,
+        on_result: OnResult | None = None,
     ) -> dict[int, RankAnswer]:
-        """Ask every rank of ``sessions`` (rank -> session id) and wait for all results.
+        """Ask every rank of ``sessions`` and wait for all results.
 
         Args:
             deadline: absolute trio time, the same for all.
@@ -88,15 +105,37 @@ class FanOut:
         Returns:
             One result per rank, in rank order.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         results: dict[int, RankAnswer] = {}
+        done = trio.Event()
 
-        async def one(rank: int, session: str) -> None:
-            result = await self.ask_one(rank, session, n, body, deadline)
-            results[rank] = result
+        def take(result: RankAnswer) -> None:
+            results[result.rank] = result
             if on_result is not None:
                 on_result(result)
+            if len(results) == len(sessions):
+                done.set()
 
-        async with trio.open_nursery() as nursery:
-            for rank, session in sessions.items():
-                nursery.start_soon(one, rank, session)
+        calls = self.post(sessions, n, body, take)
+        try:
+            with trio.move_on_at(deadline):
+                if sessions:
+                    await done.wait()
+        finally:
+            self.drop(calls)
+        for rank, session in sessions.items():
+            if rank not in results:
+                take(RankAnswer(rank, session, timeout=True))
         return dict(sorted(results.items()))
+
+
+def _ended(rank: int, session: str, on_result: OnResult, answer: Answer | None, why: str) -> None:
+    if answer is None:
+        on_result(RankAnswer(rank, session, lost=why))
+        return
+    error = None
+    if answer.error is not None:
+        error = from_body(answer.error)
+    elif not answer.ok:
+        error = HicacheError("refused without a reason")
+    on_result(RankAnswer(rank, session, answer=answer, error=error))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from hicache_proto.hooklink import WatchIdle
+from hicache_proto.model import Blocker
 from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
@@ -59,7 +60,7 @@ class IdleWatch:
         for_s = self._until - trio.current_time()
         if self._senders is not None and for_s > 0 and rank not in self._asked:
             self._asked.add(rank)
-            self._senders.side(rank, WatchIdle(for_s=for_s), self._until)
+            self._senders.side(rank, WatchIdle(for_s=for_s))
 
     def _check(self) -> None:
         sessions = [self._registry.ranks.get(rank) for rank in self._ranks]
@@ -79,3 +80,27 @@ class IdleWatch:
         await trio.sleep_until(at)
         self._pending = False
         self._check()
+
+
+class Blocking:
+    """What keeps the participants from being idle, by their last reports."""
+
+    def __init__(self, registry: Registry, ranks: Iterable[int]) -> None:
+        self._registry, self._ranks = registry, tuple(ranks)
+        self._seen: dict[int, list[tuple[str, int]]] = {}
+
+    def saw(self, session: Session) -> bool:
+        """A report arrived; True when it names other blockers than the rank's last one.
+
+        Only the rank that reported is looked at: 256 ranks report in every phase.
+        """
+        now = [(b.name, b.count) for b in idle.blockers({session.rank: session.report.idle})]
+        if now == self._seen.get(session.rank, []):
+            return False
+        self._seen[session.rank] = now
+        return True
+
+    def all(self) -> list[Blocker]:
+        """Every blocker of every participant."""
+        ranks = self._registry.ranks
+        return idle.blockers({r: ranks[r].report.idle for r in self._ranks if r in ranks})
