@@ -2,13 +2,15 @@
 
 The script travels in the extra config, so that the sidecar's own commands reach every fault: keys
 ``build_delay_s``, ``build_error``, ``build_hang_s``, ``swap_error``, ``swap_back_error``, ``close_stuck``,
-``publish_error``, ``backfill_slices``, ``die`` (signal number, while building), and ``only_rank`` (the others
-ignore the rest). Any other key is an option of the store.
+``publish_error``, ``backfill_slices``, ``die`` (signal number, while building), ``scratch`` (a directory where every
+open set keeps a temporary file), and ``only_rank`` (the others ignore the rest). Any other key is an option of the
+store.
 """
 
 import hashlib
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +34,7 @@ from hicache_proto.model import (
 BACKENDS = ("file", "nixl", "light")
 SCRIPT_KEYS = {
     "build_delay_s", "build_error", "build_hang_s", "swap_error", "swap_back_error", "close_stuck", "publish_error",
-    "backfill_slices", "die", "only_rank",
+    "backfill_slices", "die", "only_rank", "scratch",
 }  # fmt: skip
 PAGES_PER_SET = 8
 POLICY, WRITE = "best_effort", "write_through"
@@ -75,7 +77,7 @@ class Ledger:
 
 
 class LightSet:
-    """A storage set: a state, pages, and one worker thread that waits to be stopped."""
+    """A storage set: a state, pages, one worker thread that waits to be stopped, and a temporary file if asked."""
 
     def __init__(self, state: EffectiveState, script: dict[str, Any], ledger: Ledger, name: str) -> None:
         self.state = state
@@ -89,6 +91,10 @@ class LightSet:
         if state.backend is not None:
             self.thread = threading.Thread(target=self._stop.wait, name=f"light-worker-{name}", daemon=True)
             self.thread.start()
+        self._file = -1
+        self._path = ""
+        if state.backend is not None and "scratch" in script:
+            self._file, self._path = tempfile.mkstemp(".part", f"{os.getpid()}-{name}-", script["scratch"])
 
     def close(self, timeout_s: float) -> list[str]:
         """Stop the thread, free the pages; names of threads that did not stop."""
@@ -98,6 +104,9 @@ class LightSet:
         if self.thread is not None:
             self.thread.join(timeout_s)
         self.closed += 1
+        if self._path:
+            os.close(self._file)
+            os.unlink(self._path)
         pages, self.pages = self.pages, []
         self._ledger.give_back(pages)
         return []

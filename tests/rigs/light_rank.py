@@ -7,6 +7,7 @@ on stdin and answers each with one JSON line, so that a test never has to sleep:
     {"counters": {"waiting_queue": 2}}     set idle counters (0 removes the load)
     {"report": true}                       the rank's report, ledger, held requests, threads
     {"request": 3}                         three requests arrive: admitted, or held while the gate is closed
+    {"cut": true}                          the agent drops its connection
     {"quit": true}
 
 What the extra config can script stands in ``light_adapter``.
@@ -26,7 +27,7 @@ import msgspec
 import zmq
 from tests.rigs.light_adapter import LightAdapter
 
-from hicache_hooks.faults import Faults
+from hicache_hooks.faults import Faults, LinkCut
 from hicache_hooks.hook import RankHook
 from hicache_hooks.leases import Clock, monotonic
 from hicache_proto.model import RankIdentity
@@ -141,6 +142,14 @@ class LightRank:
         self._arrived += count
         self._wake()
 
+    def cut(self) -> None:
+        """Drop the connection to the sidecar; the agent connects again by itself."""
+
+        def job() -> None:
+            raise LinkCut("by the test")
+
+        self.hook.agent.run_soon(job)
+
     def set_counters(self, **counters: int) -> None:
         """Load or unload the fake engine."""
         self.adapter.counters.update(counters)
@@ -156,6 +165,7 @@ class LightRank:
             "open": self.hook.gate.is_open,
             "threads": sorted(t.name for t in threading.enumerate()),
             "fds": len(os.listdir("/proc/self/fd")),
+            "tasks": len(os.listdir("/proc/self/task")),
             "link": dict(self.hook.agent.counts),
             "published": self.adapter.published,
         }
@@ -209,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
         for rank in ranks:
             rank.set_counters(**command.get("counters", {}))
             rank.request(int(command.get("request", 0)))
+            if command.get("cut"):
+                rank.cut()
         print(json.dumps([rank.facts() for rank in ranks]), flush=True)
         if command.get("quit"):
             break

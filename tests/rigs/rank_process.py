@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0  # an interpreter start on a busy machine; never reached in a passing run
@@ -19,17 +19,24 @@ DEADLINE_S = 20.0  # an interpreter start on a busy machine; never reached in a 
 class RankProcess:
     """``python -m tests.rigs.light_rank`` with the given flags; ready when the constructor returns."""
 
-    def __init__(self, endpoint: str, *flags: str, faults: str = "") -> None:
-        self.popen = subprocess.Popen(
+    def __init__(self, endpoint: str, *flags: str, faults: str = "", log: Path | None = None) -> None:
+        """``log``: where its standard error goes; by default to ours."""
+        with log.open("ab") if log is not None else contextlib.nullcontext() as stderr:
+            self.popen = self._start(endpoint, flags, faults, stderr)
+        self._buffer = b""
+        self.pid = self._line()["ready"]
+
+    @staticmethod
+    def _start(endpoint: str, flags: tuple[str, ...], faults: str, stderr: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.rigs.light_rank", "--endpoint", endpoint, *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             cwd=ROOT,
             env={**os.environ, "HICACHE_FAULTS": faults},
             start_new_session=True,
         )
-        self._buffer = b""
-        self.pid = self._line()["ready"]
 
     def __enter__(self) -> Self:
         return self

@@ -235,6 +235,7 @@ class HookLink:
             self.on_message(peer, message)
 
     def _answered(self, peer: bytes, answer: Answer) -> None:
+        self._faults.hit(answer.phase, "recv")
         waiter = self._waiters.get(answer.call)
         if waiter is None or (waiter.session, waiter.n, waiter.phase) != (answer.session, answer.n, answer.phase):
             if answer.phase == _FINALIZE and answer.session in self._peers:
@@ -243,7 +244,6 @@ class HookLink:
                 self.counters.stale_replies += 1
             return
         del self._waiters[answer.call]
-        self._faults.hit(answer.phase, "recv")
         self._peers[answer.session] = peer  # a reconnected DEALER has another routing id, and the same session
         self.on_answer(peer, answer)
         waiter.ended(answer, "")
