@@ -7,7 +7,7 @@ import trio
 from tests.protocol.support import dealer, endpoint, receive, rig, stub_sees
 
 from hicache_proto.hooklink import RankHello, encode
-from hicache_proto.model import RankIdentity
+from hicache_proto.model import EffectiveState, RankIdentity
 from hicache_proto.version import PROTOCOL_VERSION
 
 
@@ -78,13 +78,27 @@ async def test_goodbye_and_return(tmp_path):
 
 
 async def test_frontend_is_no_rank_and_follows(tmp_path):
-    """A frontend counts as no rank, and is told the new view after FINALIZE, without secrets."""
+    """A frontend counts as no rank; it is told what the ranks run when it comes and after FINALIZE, without secrets."""
     async with rig(tmp_path, dp=1, frontends=1) as (side, stub):
         await side.until(lambda: len(side.coordinator.registry.frontends) == 1)
         assert side.coordinator.registry.expected == 1
+        front = stub.frontends[0]
+        await stub_sees(stub, lambda: [view.backend for view in front.views] == [None])
         await side.attach(config='{"path": "/a", "password": "hunter22"}')
+        await stub_sees(stub, lambda: [view.backend for view in front.views] == [None, "file"])
+        assert "hunter22" not in (front.views[1].extra_config or "")
+        assert front.log == [("set_view", 0)] * 2
+
+
+async def test_a_frontend_follows_the_ranks_not_the_operations(tmp_path):
+    """One that comes late, or a change that the engine made by itself: the view is what the ranks run."""
+    async with rig(tmp_path, dp=2, frontends=1) as (side, stub):
         front = stub.frontends[0]
         await stub_sees(stub, lambda: len(front.views) == 1)
-        assert front.views[0].backend == "file"
-        assert "hunter22" not in (front.views[0].extra_config or "")
-        assert front.log == [("set_view", 0)]
+        for rank in stub.ranks.values():
+            rank.state = EffectiveState(backend="dynamic", prefetch_policy="timeout")  # a plain store, read later
+            await side.status()
+        await stub_sees(stub, lambda: [view.backend for view in front.views] == [None, "dynamic"])
+        assert front.views[1].prefetch_policy == "timeout"
+        stub.do(front.hello)
+        await stub_sees(stub, lambda: [view.backend for view in front.views] == [None, "dynamic", "dynamic"])

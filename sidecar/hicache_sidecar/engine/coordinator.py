@@ -34,6 +34,7 @@ from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.direct import Direct
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
+from hicache_sidecar.engine.frontends import Frontends
 from hicache_sidecar.engine.link import HookLink
 from hicache_sidecar.engine.past import Past
 from hicache_sidecar.engine.registry import Registry, Session
@@ -231,4 +232,5 @@ async def serve(
         ))  # fmt: skip
         nursery.start_soon(registry.watch)
         nursery.start_soon(coordinator.restart.run)
+        nursery.start_soon(Frontends(ctx).run)
         task_status.started(coordinator)

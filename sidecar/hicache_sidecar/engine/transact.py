@@ -1,4 +1,4 @@
-"""One transaction from claimed job to answer: drive the table, settle the journal, tell the frontends, say it all.
+"""One transaction from claimed job to answer: drive the table, settle the journal, say it all.
 
 Whoever wants ranks moved (attach, detach, policy, roll-back, resolve, convergence) comes through ``execute``.
 """
@@ -11,9 +11,8 @@ import trio
 
 from hicache_proto import api
 from hicache_proto.errors import DeadlineExceeded, HicacheError, Inconsistent
-from hicache_proto.hooklink import SetView
 from hicache_proto.model import TargetState
-from hicache_sidecar.core.redaction import redact_config, redact_text, scrub
+from hicache_sidecar.core.redaction import redact_text, scrub
 from hicache_sidecar.engine import causes, status
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.drive import Drive
@@ -59,7 +58,6 @@ class Transactor:
             return await self._not_b(job, goal, drive, outcome, diff or [], warnings or [], notes or [])
         ctx.digest, ctx.split = digest, ""
         ctx.hub.publish("state", revision=job.n, backend=goal.target.backend, operation_id=job.id)
-        self._tell_frontends(goal.target)
         if outcome.converging:
             await self._converge(job, goal, outcome.converging)
         self._check_layers(job)
@@ -236,14 +234,6 @@ class Transactor:
             job.n = n
             return False
         return not outcome.converging
-
-    def _tell_frontends(self, target: TargetState) -> None:
-        """The processes that answer the engine's own HTTP API follow (they hold no state of ours)."""
-        ctx = self.ctx
-        shown = msgspec.structs.replace(target, extra_config=redact_config(target.extra_config))
-        deadline = trio.current_time() + ctx.settings.call_s
-        for session in ctx.registry.frontends.values():
-            ctx.nursery.start_soon(ctx.fanout.ask_one, -1, session.id, 0, SetView(target=shown), deadline)
 
     def _check_layers(self, job: Job) -> None:
         """All layers of every rank agree about what is attached (F24).
