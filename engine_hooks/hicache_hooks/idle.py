@@ -64,7 +64,7 @@ class IdleGate:
         self._rank = adapter.identity().rank
 
     def refusal(self) -> HicacheError | None:
-        """None when idle, else why not: NotIdle with the blockers, or UnsupportedByEngine (F2).
+        """None when idle, else why not: NotIdle with the blockers, or UnsupportedByEngine (F2, or waiting is no use).
 
         Call it on the scheduler thread. Never raises: an engine whose counters cannot be read is not idle.
         """
@@ -77,5 +77,12 @@ class IdleGate:
             return UnsupportedByEngine(
                 f"incomplete idle report: rank {self._rank}: {type(error).__name__}: {error}",
                 details={"reason": "incomplete_idle_report", "rank": self._rank, "missing": []},
+            )
+        if blockers and report.hopeless:
+            listed = ", ".join(f"{b.name}={b.count}" for b in blockers)
+            return UnsupportedByEngine(
+                f"{report.hopeless}: the engine will not become idle by waiting; blocked by {listed}",
+                details={"reason": report.hopeless, "blocked_by": [_plain(b) for b in blockers]},
+                hint="let the engine go on first",
             )
         return not_idle(blockers, report) if blockers else None

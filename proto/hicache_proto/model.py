@@ -128,6 +128,7 @@ class IdleReport(msgspec.Struct, frozen=True):
 
     counters: dict[str, int] = {}
     ages_ms: dict[str, int] = {}  # age of the oldest item, where the engine knows it
+    hopeless: str = ""  # why waiting cannot make this rank idle (a paused engine with running requests); "" = it can
 
 
 # Counters that every report must carry; one that is missing is an error, not "idle" (F2).

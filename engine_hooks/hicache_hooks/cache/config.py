@@ -104,6 +104,24 @@ def resolve(
     return Running(config, _knobs(policies, inside, target.knobs))
 
 
+def live_keys(
+    target: TargetState, current: Knobs, text_values: Mapping[str, Any] | None, base: Knobs | None = None
+) -> Knobs:
+    """Knobs and policies of ``target``: defaults (``base``), then the extra config's, then the request's own.
+
+    ``text_values`` None: the present config stays, and its knobs with it.
+
+    Raises:
+        InvalidConfig: an unknown policy or knob, wrong type or range.
+    """
+    policies = _policies(target, current)
+    start = policies if base is None else replace(
+        base, prefetch_policy=policies.prefetch_policy, write_policy=policies.write_policy
+    )  # fmt: skip
+    inside = _knob_values(current) if text_values is None else {k: v for k, v in text_values.items() if k in KNOBS}
+    return _knobs(start, inside, target.knobs)
+
+
 def load(text: str, env: Mapping[str, str]) -> dict[str, Any]:
     """The map written in ``text``: JSON, or ``@/path/file.{json,toml,yaml}``.
 

@@ -1,0 +1,127 @@
+"""PREPARE's canary on SGLang's contract: one page through the batch calls that traffic uses.
+
+The contract has no delete, so the key is fixed for each namespace, and the page's bytes follow from the key: a later
+PREPARE finds the page of an earlier one, which stores answer without writing again, and still knows what must come
+back. Ranks have keys of their own where they hold different parts of a page: the namespace names the rank.
+
+Generic backends are tested through ``batch_set`` and ``batch_get`` on scratch tensors. Zero-copy backends read and
+write host pool pages by index; a page of the pool is borrowed only while at least a quarter of it is free, so that
+no rank's eviction is decided by it. Where a rank is no writer (replicated MLA caches) only lookups are tested.
+"""
+
+import hashlib
+import logging
+from typing import Any, NoReturn
+
+from hicache_hooks.guard import describe_exception
+from hicache_hooks.sglang import versions
+from hicache_proto.errors import PrepareFailed
+
+log = logging.getLogger(__name__)
+
+BORROW_FREE_SHARE = 4  # at least 1/4 of the pool free
+
+
+def canary_key(namespace: str) -> str:
+    """64 hex digits, as the engine's own page hashes."""
+    return hashlib.sha256(f"hicache canary {namespace}".encode()).hexdigest()
+
+
+def absent_key(namespace: str) -> str:
+    """A key that nobody ever stores."""
+    return hashlib.sha256(f"hicache canary, absent {namespace}".encode()).hexdigest()
+
+
+def run_canary(backend: Any, controller: Any, storage_config: Any, name: str, namespace: str) -> None:
+    """Prove ``backend``, whose host pools are registered; leaves one page in it.
+
+    Raises:
+        PrepareFailed: ``details.reason`` as the embedded engine's canary.
+    """
+    store = getattr(backend, "inner", backend)  # the guard turns failures into misses; here they must be seen
+    zero_copy = versions.is_zero_copy(name, storage_config)
+    key, absent = canary_key(namespace), absent_key(namespace)
+    if _call("canary_exists_mismatch", lambda: store.batch_exists([absent])):
+        _fail("canary_exists_mismatch", "exists finds a page that nobody stored")
+    if not storage_config.is_storage_writer:
+        return
+    if zero_copy:
+        _zero_copy(store, controller, key)
+    else:
+        _generic(store, controller.storage_host_pool, key)
+
+
+def _generic(store: Any, pool: Any, key: str) -> None:
+    page = _pattern(pool.get_dummy_flat_data_page(), key)
+    if not _call("canary_write_failed", lambda: store.batch_set([key], [page])):
+        _fail("canary_write_failed", "the store did not take the canary page")
+    if _call("canary_exists_mismatch", lambda: store.batch_exists([key])) != 1:
+        _fail("canary_exists_mismatch", "exists does not find a page that it stored")
+    got = _call("canary_read_failed", lambda: store.batch_get([key], [pool.get_dummy_flat_data_page()]))
+    if not got or got[0] is None:
+        _fail("canary_read_failed", "a canary page was stored and could not be read")
+    if not _same(got[0], page):
+        _fail("canary_mismatch", "a canary page came back with other bytes")
+
+
+def _zero_copy(store: Any, controller: Any, key: str) -> None:
+    pool = controller.storage_host_pool
+    borrowed = _borrow(controller)
+    if borrowed is None:
+        log.info("canary: the host pool is too full to lend a page; only lookups were tested")
+        return
+    try:
+        page = _pattern(pool.get_dummy_flat_data_page(), key)
+        pool.set_from_flat_data_page(borrowed[0].item(), page)
+        if not all(_call("canary_write_failed", lambda: store.batch_set_v1([key], borrowed)) or [False]):
+            _fail("canary_write_failed", "the store did not take the canary page")
+        if _call("canary_exists_mismatch", lambda: store.batch_exists([key])) != 1:
+            _fail("canary_exists_mismatch", "exists does not find a page that it stored")
+        pool.set_from_flat_data_page(borrowed[0].item(), pool.get_dummy_flat_data_page())
+        if not all(_call("canary_read_failed", lambda: store.batch_get_v1([key], borrowed)) or [False]):
+            _fail("canary_read_failed", "a canary page was stored and could not be read")
+        if not _same(pool.get_data_page(borrowed[0].item()), page):
+            _fail("canary_mismatch", "a canary page came back with other bytes")
+    finally:
+        controller.mem_pool_host.free(borrowed)
+
+
+def _borrow(controller: Any) -> Any:
+    pool = controller.mem_pool_host
+    if pool.available_size() * BORROW_FREE_SHARE < controller.storage_host_pool.size:
+        return None
+    return pool.alloc(controller.page_size)
+
+
+def _pattern(page: Any, key: str) -> Any:
+    """``page`` filled with bytes that follow from the key."""
+    import torch
+
+    raw = page.view(torch.uint8)
+    seed = hashlib.sha256(key.encode()).digest()
+    block = torch.frombuffer(bytearray(seed), dtype=torch.uint8)
+    raw.copy_(block.repeat(-(-raw.numel() // len(seed)))[: raw.numel()])
+    return page
+
+
+def _same(got: Any, page: Any) -> bool:
+    import torch
+
+    # As bytes: the pattern read as floating point may hold NaN, which is not equal to itself.
+    a, b = got.contiguous().view(torch.uint8).flatten(), page.contiguous().view(torch.uint8).flatten()
+    return bool(torch.equal(a, b))
+
+
+def _call(reason: str, call: Any) -> Any:
+    failed: BaseException
+    try:
+        return call()
+    except NotImplementedError as exc:
+        failed, reason = exc, "backend_contract"
+    except BaseException as exc:  # SystemExit too: the thread is the engine's (F38)
+        failed = exc
+    _fail(reason, f"the store failed: {describe_exception(failed)}")
+
+
+def _fail(reason: str, message: str) -> NoReturn:
+    raise PrepareFailed(message, details={"reason": reason}) from None

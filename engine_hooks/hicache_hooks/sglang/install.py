@@ -1,0 +1,236 @@
+"""COMMIT and its way back on SGLang: attach, detach, exchange of the object, and live keys. Scheduler thread.
+
+Theory of operation
+===================
+
+* Storage off -> on: the engine's own attach, which gets the object that PREPARE built (``handover``).
+* On -> off: the engine's own detach. The object is put aside before, so that the engine does not close it: UNDO needs
+  it back. Its communication groups are put aside too and given to the next attach. Making them is a collective over
+  the world: kept, an UNDO on one rank alone can hang nobody, and the next attach is faster.
+* On -> on: the object is exchanged with all that the engine's attach derives from it (type string, page functions,
+  config, thresholds, the tree's knobs, metrics labels, the engine's view), while its threads wait in their queues:
+  0.03 ms instead of stopping and starting four threads. Beliefs about what the old store holds are dropped.
+
+The engine's stop joins threads for up to 10 s each on this thread. It is called only when none of them is busy; the
+idle check in the same step has said so, and it is asked here once more.
+
+A method that raises has changed nothing; what was changed halfway is put back first.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hicache_hooks.cache.config import Running
+from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.sglang import handover, versions
+from hicache_hooks.sglang.config import engine_text
+from hicache_hooks.sglang.ours import ours
+from hicache_hooks.sglang.parked import Parked
+from hicache_hooks.sglang.threads import StorageThreads
+from hicache_proto.errors import Internal
+
+log = logging.getLogger(__name__)
+
+GROUPS = ("prefetch_hits_sync_groups", "prefetch_completion_sync_groups")
+_EXCHANGED = (
+    "storage_backend",
+    "storage_backend_type",
+    "storage_config",
+    "page_get_func",
+    "page_set_func",
+    "prefetch_threshold",
+)
+
+
+class Installer:
+    """Moves one scheduler between storage states."""
+
+    def __init__(self, scheduler: Any, threads: StorageThreads) -> None:
+        self._scheduler = scheduler
+        self._tree = scheduler.tree_cache
+        self._controller = scheduler.tree_cache.cache_controller
+        self._threads = threads
+        self._kept_groups: list[Any] = []
+
+    def install(self, new: Parked) -> None:
+        """Make ``new`` what runs. Raises: nothing changed."""
+        self._refuse_write_policy(new.running.knobs)
+        on = self._controller.enable_storage
+        if new.backend is None:
+            if on:
+                self._detach()
+            self._live(new.running.knobs)
+        elif on:
+            self._exchange(new)
+        else:
+            self._attach(new)
+        self.show(new.running)
+
+    def live(self, running: Running) -> None:
+        """Knobs and policies alone. Raises: nothing changed."""
+        self._refuse_write_policy(running.knobs)
+        self._live(running.knobs)
+        self.show(running)
+
+    def show(self, running: Running) -> None:
+        """The engine's own view of this process, without secrets. Never raises: the view decides nothing."""
+        config, knobs = running.config, running.knobs
+        fields = {
+            "hicache_storage_backend": config.backend if config else None,
+            "hicache_storage_backend_extra_config": config.redacted if config else None,
+            "hicache_storage_prefetch_policy": knobs.prefetch_policy,
+            "hicache_write_policy": knobs.write_policy,
+        }
+        try:
+            versions.override_view("hicache_hooks", fields)
+        except Exception:
+            log.exception("the engine's own view could not be set")
+
+    # ------------------------------------------------------------------ the three ways
+
+    def _attach(self, new: Parked) -> None:
+        from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
+
+        knobs = new.running.knobs
+        request = AttachHiCacheStorageReqInput(
+            hicache_storage_backend=new.name,
+            hicache_storage_backend_extra_config_json=engine_text(new.running),
+            hicache_storage_prefetch_policy=knobs.prefetch_policy,
+            hicache_write_policy=knobs.write_policy,
+        )
+        with ours(), handover.offer(new.backend), self._known_groups():
+            answer = self._scheduler.attach_hicache_storage_wrapped(request)
+        if not answer.success:
+            raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
+        if self._controller.storage_backend is not new.backend:
+            self._detach()  # a backend of the engine's own making: not what was proven
+            raise Internal("the engine did not take the prepared backend", details={"reason": "handover"})
+
+    def _detach(self) -> None:
+        from sglang.srt.managers.io_struct import DetachHiCacheStorageReqInput
+
+        controller = self._controller
+        busy = self._threads.busy()
+        if busy:
+            raise Internal(f"storage threads are busy: {', '.join(busy)}", details={"reason": "threads_busy"})
+        self._threads.repair()  # dead ones: the engine's stop would find nothing to stop, and its attach would refuse
+        backend, groups = controller.storage_backend, [getattr(controller, name) for name in GROUPS]
+        controller.storage_backend = handover.KeepOpen()
+        for name in GROUPS:
+            setattr(controller, name, [])
+        answer = None
+        try:
+            with ours():
+                answer = self._scheduler.detach_hicache_storage_wrapped(DetachHiCacheStorageReqInput())
+        finally:
+            if answer is None or not answer.success:
+                controller.storage_backend = backend
+                for name, group in zip(GROUPS, groups, strict=True):
+                    setattr(controller, name, group)
+                self._threads.repair()
+            else:
+                self._kept_groups = groups
+        if not answer.success:
+            raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
+
+    def _exchange(self, new: Parked) -> None:
+        controller, tree, knobs = self._controller, self._tree, new.running.knobs
+        before = {name: getattr(controller, name) for name in _EXCHANGED}
+        policies, undo_tree = self._policies(), self._tree_knobs()
+        try:
+            get, put = versions.page_functions(controller, new.name, new.storage_config)
+            controller.storage_backend = new.backend
+            controller.storage_backend_type = new.name
+            controller.storage_config = new.storage_config
+            controller.page_get_func, controller.page_set_func = get, put
+            self._live(knobs)
+            cache = getattr(tree, "storage_existence_cache", None)
+            if cache is not None:
+                cache.clear()  # the engine's own detach and attach forgets to: it then skips backups
+        except BaseException:
+            for name, value in before.items():
+                setattr(controller, name, value)
+            undo_tree()
+            policies()
+            raise
+
+    # ------------------------------------------------------------------ knobs and policies
+
+    def _live(self, knobs: Knobs) -> None:
+        controller, tree = self._controller, self._tree
+        attachment = tree._storage_attachment
+        attachment._apply_policies(knobs.prefetch_policy, knobs.write_policy)
+        if not controller.enable_storage:
+            return
+        threshold = attachment.resolve_prefetch_threshold(knobs.prefetch_threshold)
+        controller.prefetch_threshold = max(threshold, controller.page_size)
+        attachment.apply_runtime_config(
+            storage_backend=controller.storage_backend_type,
+            prefetch_threshold=threshold,
+            prefetch_timeout_base=knobs.prefetch_timeout_base,
+            prefetch_timeout_per_ki_token=knobs.prefetch_timeout_per_ki_token,
+            hicache_storage_pass_prefix_keys=knobs.hicache_storage_pass_prefix_keys,
+            enable_storage=True,
+            enable_storage_metrics=tree._enable_metrics_flag,
+            extra_metric_labels=tree.extra_metric_labels,
+        )
+
+    def _refuse_write_policy(self, knobs: Knobs) -> None:
+        """Leaving write_back is refused by the engine's attach when the tree holds what the others cannot; so here."""
+        tree = self._tree
+        if (
+            tree.is_write_back
+            and knobs.write_policy != "write_back"
+            and getattr(tree, "host_memory_mode", "cache") != "buffer_only"
+            and hasattr(tree.tree_core, "is_write_through_compatible")
+            and not tree.tree_core.is_write_through_compatible()
+        ):
+            raise Internal(
+                "the cache holds host data without its full prefix: flush it before leaving write_back",
+                details={"reason": "needs_flush"},
+            )
+
+    def _policies(self) -> Callable[[], None]:
+        tree, controller = self._tree, self._controller
+        was = (tree.prefetch_stop_policy, controller.write_policy, tree.write_through_threshold, tree.is_write_back)
+
+        def back() -> None:
+            tree.prefetch_stop_policy, controller.write_policy, tree.write_through_threshold, tree.is_write_back = was
+
+        return back
+
+    def _tree_knobs(self) -> Callable[[], None]:
+        tree = self._tree
+        names = (
+            "prefetch_threshold",
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_page",
+            "hicache_storage_pass_prefix_keys",
+        )
+        was = {name: getattr(tree, name) for name in names}
+
+        def back() -> None:
+            for name, value in was.items():
+                setattr(tree, name, value)
+
+        return back
+
+    # ------------------------------------------------------------------ groups
+
+    @contextmanager
+    def _known_groups(self) -> Iterator[None]:
+        """Inside, the engine's attach gets the groups of the last detach, in the order in which it asks for them."""
+        controller, kept = self._controller, list(self._kept_groups)
+        if not kept:
+            yield
+            return
+        made = controller._create_sync_groups
+        controller._create_sync_groups = lambda: kept.pop(0) if kept else made()
+        try:
+            yield
+        finally:
+            del controller._create_sync_groups  # the class's own again
+            if controller.enable_storage:
+                self._kept_groups = []

@@ -1,0 +1,79 @@
+"""What runs at the engine's pull: once per loop iteration of every rank, before the broadcast.
+
+The only place where the hooks' scheduler-thread work happens by itself. A spinning scheduler comes here some
+thousand times a second, so the first test decides: nothing pending, admission open, nothing held (under 3 us with
+the engine's own wrapper). It runs while the engine is paused too, where its idle hook does not.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hicache_hooks.hook import RankHook
+from hicache_hooks.sglang.held import Held
+from hicache_hooks.sglang.wake import Waker
+from hicache_hooks.sglang.world import BroadcastWorld
+
+log = logging.getLogger(__name__)
+
+
+class Pull:
+    """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
+
+    __slots__ = ("_held", "_hook", "_leader", "_repair", "_repair_asked", "_waker", "_world")
+
+    def __init__(
+        self, hook: RankHook, world: BroadcastWorld, held: Held, waker: Waker, repair: Callable[[], object]
+    ) -> None:
+        """``repair`` brings dead storage threads back."""
+        self._hook = hook
+        self._world = world
+        self._held = held
+        self._waker = waker
+        self._repair = repair
+        self._repair_asked = False
+        self._leader = world.leader
+
+    def ask_repair(self) -> None:
+        """*any thread*: run ``repair`` at the next pull."""
+        self._repair_asked = True
+        self._hook.pending = True
+        self._waker.wake()
+
+    def __call__(self, requests: list[Any] | None) -> list[Any] | None:
+        """``requests`` as pulled (None on ranks that do not pull); returns what the engine goes on with.
+
+        None keeps what was pulled.
+        """
+        if not self._hook.pending and self._hook.gate.is_open and not self._held:
+            return None
+        try:
+            return self._work(requests)
+        except Exception:
+            log.exception("the hooks failed at the pull; the engine goes on with what it pulled")
+            return None
+
+    def _work(self, requests: list[Any] | None) -> list[Any] | None:
+        hook = self._hook
+        self._waker.clear()
+        if hook.pending:
+            hook.run_pending()
+        if self._repair_asked:
+            self._repair_asked = False
+            self._repair()
+        if not self._leader or requests is None:
+            return None
+        if hook.admit():
+            if self._held:
+                requests = [*self._held.release(), *requests]
+        else:
+            requests = self._held.hold(requests)
+        if self._world.waiting:
+            requests = [*requests, *self._world.take()]
+        if hook.transaction.slicing:
+            self._waker.wake()  # the next slice belongs to the next pass: no sleep in between
+        return requests
+
+    def executed(self) -> None:
+        """A command of the world ran: the next pull must come soon (answers, and requests that are free now)."""
+        self._waker.wake()
