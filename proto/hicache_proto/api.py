@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hicache_proto.errors import ErrorBody
+from hicache_proto.failover import FailoverDocument, FailoverRequest, SetFailoverRequest
 from hicache_proto.model import Blocker, Capabilities, KnobValue, OpUsage, ThreadReport
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -140,6 +141,8 @@ ApiRequest = (
     | CancelRequest
     | HistoryRequest
     | RollbackRequest
+    | FailoverRequest
+    | SetFailoverRequest
     | WatchRequest
 )
 
@@ -375,4 +378,5 @@ Document = (
     | OperationsDocument
     | HistoryDocument
     | EventDocument
+    | FailoverDocument
 )

@@ -76,7 +76,7 @@ def test_levels_are_those_of_the_contract() -> None:
     tags = {str(cls.__struct_config__.tag): level for cls, level in LEVELS.items()}
     assert {tag for tag, level in tags.items() if level is Role.ADMIN} == {"clear"}
     assert {tag for tag, level in tags.items() if level is Role.VIEWER} == {
-        "status", "idle", "ranks", "history", "watch", "backends", "operations",
+        "status", "idle", "ranks", "history", "watch", "backends", "operations", "failover",
     }  # fmt: skip
 
 

@@ -24,8 +24,10 @@ from hicache_proto.hooklink import (
 )
 from hicache_proto.model import (
     MANDATORY_COUNTERS,
+    BreakerReport,
     Capabilities,
     EffectiveState,
+    GuardReport,
     IdleReport,
     Plan,
     RankIdentity,
@@ -59,6 +61,7 @@ class Script:
     pages: int = 0  # stored pages of its namespace
     clear_error: HicacheError | None = None
     validate_error: HicacheError | None = None
+    sick: dict[str, str] = field(default_factory=dict)  # breaker state by backend; "open" fails its PREPARE as well
 
 
 class Launch(Protocol):
@@ -125,6 +128,8 @@ class StubLink:
                     raise AttributeError(name)
                 setattr(self.script, name, value)
             self._after_change()
+            if "sick" in changes:
+                self.heartbeat()
             done.set()
 
         self.engine.do(apply)
@@ -191,7 +196,17 @@ class StubLink:
             idle=IdleReport(counters=counters),
             quarantine=self.quarantine,
             layers=dict(self.script.layers),
+            guard=self._guard(),
         )
+
+    def _guard(self) -> GuardReport | None:
+        backend = self.state.backend
+        if backend is None:
+            return None
+        breaker = self.script.sick.get(backend, "closed")
+        reason = "" if breaker == "closed" else "errors"
+        sides = {"read": BreakerReport(state=breaker, reason=reason), "write": BreakerReport()}
+        return GuardReport(name=backend, breaker=breaker, reason=reason, sides=sides)
 
     def _held(self) -> bool:
         return self.rec.phase in (RankPhase.DRAINING, RankPhase.FROZEN) or (

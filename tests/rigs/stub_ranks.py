@@ -269,6 +269,8 @@ class StubRank(StubLink):
 
     def _built(self, n: int) -> None:
         error = self.script.build_error
+        if self._target is not None and self.script.sick.get(self._target.backend or "") == "open":
+            error = error or PrepareFailed("the store is down", details={"reason": "canary_write_failed"})
         if error is None and self._target is not None and self.rec.n == n:
             self.new = effective(self.state, self._target)
         self._error = error

@@ -9,6 +9,7 @@ import msgspec
 
 from hicache_proto import api
 from hicache_proto.errors import Forbidden, HicacheError, Unauthenticated
+from hicache_proto.failover import FailoverRequest, SetFailoverRequest
 
 
 class Role(IntEnum):
@@ -39,6 +40,7 @@ LEVELS: dict[type, Role] = {
     api.WatchRequest: Role.VIEWER,
     api.BackendsRequest: Role.VIEWER,
     api.OperationsRequest: Role.VIEWER,
+    FailoverRequest: Role.VIEWER,
     api.AttachRequest: Role.OPERATOR,
     api.DetachRequest: Role.OPERATOR,
     api.PolicyRequest: Role.OPERATOR,
@@ -48,6 +50,7 @@ LEVELS: dict[type, Role] = {
     api.ResumeRequest: Role.OPERATOR,
     api.CancelRequest: Role.OPERATOR,
     api.RollbackRequest: Role.OPERATOR,
+    SetFailoverRequest: Role.OPERATOR,
     api.ClearRequest: Role.ADMIN,
 }
 
@@ -57,6 +60,10 @@ def required_role(request: api.ApiRequest) -> Role:
     level = LEVELS[type(request)]
     if isinstance(request, api.AttachRequest) and (request.force or request.hicache_storage_backend == "dynamic"):
         return Role.ADMIN
+    if isinstance(request, SetFailoverRequest):
+        policies = [policy for policy in (request.policies or {}).values() if policy is not None]
+        if any(spare.hicache_storage_backend == "dynamic" for policy in policies for spare in policy.spares):
+            return Role.ADMIN
     return level
 
 

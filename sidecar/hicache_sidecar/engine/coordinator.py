@@ -11,7 +11,8 @@ holds the locks on the state and runtime directories before it calls it. ``coord
 ``coordinator.registry`` are what ``obs/metrics.py`` renders; ``render_metrics(coordinator, accept)`` is that function.
 
 This module only says who answers what; the work is in ``changes`` (attach, detach, policy), ``direct`` (bypass,
-clear, drain), ``past`` (operations, history, roll-back, resolve) and ``restart`` (recovery, convergence).
+clear, drain), ``past`` (operations, history, roll-back, resolve), ``restart`` (recovery, convergence) and
+``failover`` (policies).
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,7 @@ import trio
 
 from hicache_proto import __version__, api
 from hicache_proto.errors import InvalidRequest
+from hicache_proto.failover import FailoverRequest, SetFailoverRequest
 from hicache_proto.hooklink import Describe
 from hicache_sidecar.core.actor import Actor, authorize
 from hicache_sidecar.core.faults import OFF, Faults
@@ -33,6 +35,9 @@ from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.direct import Direct
 from hicache_sidecar.engine.events import EventHub
+from hicache_sidecar.engine.failover import FailoverDriver
+from hicache_sidecar.engine.failover_api import document as failover_document
+from hicache_sidecar.engine.failover_api import set_failover
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.frontends import Frontends
 from hicache_sidecar.engine.link import HookLink
@@ -42,6 +47,16 @@ from hicache_sidecar.engine.restart import Restart
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.transact import Transactor
 from hicache_sidecar.store.journal import Journal
+
+# What an operator changes about storage: a failover must not go across it.
+OPERATORS_CHANGES = (
+    api.AttachRequest
+    | api.DetachRequest
+    | api.PolicyRequest
+    | api.BypassRequest
+    | api.RollbackRequest
+    | api.ResolveRequest
+)
 
 RenderMetrics = Callable[["Coordinator", str], tuple[bytes, str]]
 
@@ -59,6 +74,7 @@ class Coordinator:
         self.direct = Direct(ctx, self.changes)
         self.past = Past(ctx, self.changes)
         self.restart = Restart(ctx, self.changes)
+        self.failover = FailoverDriver(ctx, self.changes, self.direct)
         ctx.registry.on_session.append(self._show_session)
 
     @property
@@ -81,6 +97,12 @@ class Coordinator:
     async def handle(self, request: api.ApiRequest, actor: Actor, progress: Progress) -> api.Document:
         """Authorise, run, answer; see ``core.service``."""
         authorize(actor, request)
+        answer = await self._handle(request, actor, progress)
+        if isinstance(request, OPERATORS_CHANGES):
+            self.failover.saw(request)
+        return answer
+
+    async def _handle(self, request: api.ApiRequest, actor: Actor, progress: Progress) -> api.Document:
         match request:
             case api.StatusRequest():
                 if request.fresh:
@@ -112,6 +134,10 @@ class Coordinator:
                 return await self.past.rollback(request, actor, progress)
             case api.ResolveRequest():
                 return await self.past.resolve(request, actor, progress)
+            case FailoverRequest():
+                return failover_document(self.failover)
+            case SetFailoverRequest():
+                return await set_failover(self.failover, request, actor)
             case api.WatchRequest():
                 raise InvalidRequest("watch is a stream: the transport serves it")
 
@@ -233,4 +259,5 @@ async def serve(
         nursery.start_soon(registry.watch)
         nursery.start_soon(coordinator.restart.run)
         nursery.start_soon(Frontends(ctx).run)
+        nursery.start_soon(coordinator.failover.run)
         task_status.started(coordinator)

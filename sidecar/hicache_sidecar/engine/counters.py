@@ -28,6 +28,7 @@ class Counters:
     stall_us_last: int = 0  # longest scheduler stall of the last operation
     stall_us_total: int = 0
     rollbacks: int = 0
+    failover_steps: Counter[str] = field(default_factory=Counter)  # by step
     events_published: int = 0
     audit_lines: int = 0
 

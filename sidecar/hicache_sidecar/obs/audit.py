@@ -21,7 +21,7 @@ log = logging.getLogger("hicache.audit")
 # Fields that say what was asked. The extra config is never one of them: it may hold secrets (failures.md F94).
 _SHOWN = (
     "hicache_storage_backend", "mode", "swap", "dry_run", "force", "revision", "if_revision", "request_id",
-    "operation_id", "enabled", "how", "confirm", "hold_s",
+    "operation_id", "enabled", "how", "confirm", "hold_s", "release", "keep_others",
 )  # fmt: skip
 MAX_TEXT = 200  # characters of any one value: a reason is a sentence, not a document
 

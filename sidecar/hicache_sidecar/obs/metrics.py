@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_proto import __version__
 from hicache_proto.model import State
+from hicache_sidecar.obs import failover
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.obs.usage import RESULTS, UsageTotals
 
@@ -128,6 +129,7 @@ class Metrics:
             [((kind,), seconds) for kind, seconds in counts.operation_seconds.items()],
         )  # fmt: skip
         yield "counter", "hicache_rollbacks", "Operations that ended on the old state", (), [((), counts.rollbacks)]
+        yield from failover.families(coordinator)
         yield (
             "gauge", "hicache_scheduler_stall_last_seconds", "Longest scheduler stall of the last operation", (),
             [((), counts.stall_us_last / 1e6)],

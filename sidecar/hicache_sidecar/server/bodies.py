@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from hicache_proto.api import DEFAULT_TIMEOUT_S
 from hicache_proto.errors import ErrorBody
+from hicache_proto.failover import FailoverPolicy
 
 ModeName = Literal["strict", "drain", "hot"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
@@ -86,6 +87,15 @@ class RollbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: ModeName = "strict"
     wait_timeout_s: WaitSeconds = 0.0
     timeout_s: TimeoutSeconds = DEFAULT_TIMEOUT_S
+    reason: Reason = ""
+
+
+class FailoverBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PUT /hicache/failover: policies by backend (``*``: any other); null removes one when others are kept."""
+
+    policies: dict[str, FailoverPolicy | None] | None = None
+    keep_others: bool = False
+    release: bool = False
     reason: Reason = ""
 
 

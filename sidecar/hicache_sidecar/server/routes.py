@@ -12,6 +12,7 @@ import msgspec
 
 from hicache_proto import api
 from hicache_proto.errors import InvalidRequest
+from hicache_proto.failover import FailoverDocument, FailoverRequest, SetFailoverRequest
 from hicache_sidecar.core.actor import LEVELS, Role
 from hicache_sidecar.server import bodies
 
@@ -119,6 +120,9 @@ ROUTES: tuple[Route, ...] = (
     _api("GET", "/hicache/history", api.HistoryRequest, api.HistoryDocument, "Revisions"),
     _api("POST", "/hicache/rollback", api.RollbackRequest, api.OperationAnswer, "Go back to a revision",
          body=bodies.RollbackBody, conditional=True),
+    _api("GET", "/hicache/failover", FailoverRequest, FailoverDocument, "Failover policies and where they stand"),
+    _api("PUT", "/hicache/failover", SetFailoverRequest, FailoverDocument, "Set failover policies, or release a hold",
+         body=bodies.FailoverBody),
     Route(method="GET", path="/events", level=Role.VIEWER, request=api.WatchRequest,
           summary="A snapshot, then numbered changes; Last-Event-ID resumes", media="text/event-stream"),
     Route(method="GET", path="/healthz", level=Role.NONE, document=bodies.Health, summary="The loop turns"),

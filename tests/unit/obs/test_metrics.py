@@ -6,10 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_proto.hooklink import RankHello
-from hicache_proto.model import EffectiveState, IdleReport, LatencySummary, OpUsage, RankIdentity, RankReport, State
+from hicache_proto.model import (
+    EffectiveState,
+    IdleReport,
+    LatencySummary,
+    OpUsage,
+    RankIdentity,
+    RankReport,
+    State,
+    TargetState,
+)
+from hicache_sidecar.core.failover import Failover
+from hicache_sidecar.core.failover_types import Episode, Facts, Record
 from hicache_sidecar.engine.counters import Counters as EngineCounters
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.obs.metrics import STATE_NUMBERS, Metrics
@@ -45,6 +57,19 @@ class FakeRegistry:
         return 1500
 
 
+class FakeFailover:
+    """No policy, nothing attached."""
+
+    unreadable = ""
+    steps: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.machine = Failover(Record(), lambda: 0.5)
+
+    def facts(self) -> Facts:
+        return Facts(desired=None)
+
+
 class FakeStatus:
     state, revision, drift, missing_ranks = "attached", 4, [1, 2], [1]
 
@@ -55,6 +80,7 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.registry, self.counters = FakeRegistry(), EngineCounters()
         self.ctx = self
+        self.failover = FakeFailover()
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         return True, {}
@@ -184,3 +210,17 @@ def test_ranks_that_left_the_topology_are_forgotten() -> None:
     totals.observe(1, {"get": OpUsage(hit=1)})
     totals.keep([0])
     assert list(totals.totals()) == [(0, "get")]
+
+
+async def test_failover_state_and_steps(autojump_clock: Any) -> None:
+    """An alert on a hold, and on a store that is left again and again."""
+    metrics, coordinator = Metrics(Counters()), FakeCoordinator()
+    coordinator.counters.failover_steps.update({"bypass": 3, "hold": 1})
+    machine = coordinator.failover.machine
+    machine.episode = Episode(home=TargetState(backend="file"), state=TargetState())
+    machine.state, machine.until = "held", trio.current_time() + 10.0
+    values = scrape(metrics, coordinator)
+    assert values["hicache_failover_state"] == {(): 8}
+    assert values["hicache_failover_hold"] == {(): 1}
+    assert values["hicache_failover_steps_total"] == {(("step", "bypass"),): 3, (("step", "hold"),): 1}
+    assert values["hicache_failover_next_try_seconds"] == {(): 10.0}

@@ -23,6 +23,7 @@ BODIES: dict[str, Any] = {
     f"POST {BACKEND}/bypass": {"enabled": True},
     f"POST {BACKEND}/resolve": {"how": "adopt"},
     "POST /hicache/rollback": {"revision": 3},
+    "PUT /hicache/failover": {"policies": {"file": {"action": "bypass"}}},
 }
 
 

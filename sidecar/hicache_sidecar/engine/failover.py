@@ -1,0 +1,232 @@
+"""Drives ``core/failover.py``: tells it what the ranks report, does what it decides, keeps what must outlive us.
+
+A failover is an ordinary operation of kind ``failover`` and actor ``failover``: it takes the one slot, has an id, a
+row in the history, and can be cancelled. Nothing is polled: every report wakes the task, and a pause has its own time.
+Policies and the running episode are one setting of the journal; the desired state stays what the last outcome says
+(design.md, rule 7).
+"""
+
+import logging
+import random
+from collections import deque
+from functools import partial
+from typing import Any
+
+import msgspec
+import trio
+
+from hicache_proto import api
+from hicache_proto.errors import HicacheError, NoEngine, OperationInProgress, RevisionMismatch
+from hicache_proto.failover import FailoverStep
+from hicache_sidecar.core.failover import Failover
+from hicache_sidecar.core.failover_types import Facts, Move, RankView, Record, SetBypass, Wait, policy_for
+from hicache_sidecar.core.redaction import redact_text
+from hicache_sidecar.engine import status
+from hicache_sidecar.engine.changes import Changes
+from hicache_sidecar.engine.context import Context
+from hicache_sidecar.engine.direct import Direct
+from hicache_sidecar.engine.events import now_iso
+from hicache_sidecar.engine.goals import Goal
+from hicache_sidecar.engine.operation import Job
+from hicache_sidecar.engine.transact import ctx_revision
+from hicache_sidecar.store.errors import JournalFailed, StoreError
+
+log = logging.getLogger("hicache_sidecar.failover")
+
+SETTING = "failover"  # name of the journal's setting
+ACTOR = "failover"
+LEAST_WAIT_S = 0.02  # between two looks: no defect of a pause may spin the loop
+KEEP_STEPS = 100  # shown by GET /hicache/failover; events and history have more
+
+
+class FailoverDriver:
+    """The task. ``run`` until cancelled; ``set_policies`` and ``document`` are in ``failover_api``."""
+
+    def __init__(self, ctx: Context, changes: Changes, direct: Direct) -> None:
+        self.ctx, self.changes, self.direct = ctx, changes, direct
+        self.unreadable = ""
+        self.steps: deque[FailoverStep] = deque(maxlen=KEEP_STEPS)
+        record = self._load()
+        self.machine = Failover(record, random.random)
+        self._kept = msgspec.msgpack.encode(record)
+        self._operation_id: str | None = None
+
+    def _load(self) -> Record:
+        stored = self.ctx.book.settings.get(SETTING)
+        if stored is None:
+            return Record()
+        try:
+            return msgspec.convert(stored, Record)
+        except msgspec.ValidationError:  # its text may quote a secret
+            self.unreadable = "the stored failover policy cannot be read by this version: set it again"
+            log.error(self.unreadable)
+            return Record()
+
+    async def run(self) -> None:
+        """Follow the policies until cancelled."""
+        while True:
+            decision = self.machine.next(trio.current_time(), self.facts())
+            if await self.keep() and isinstance(decision, Wait):
+                continue  # reports came while the journal was written
+            match decision:
+                case Wait(until=until):
+                    with trio.move_on_at(max(until, trio.current_time() + LEAST_WAIT_S)):
+                        await self.ctx.registry.changed.park()
+                case SetBypass():
+                    await self._set_bypass(decision)
+                case Move():
+                    await self._move(decision)
+            self._tell()
+
+    def wake(self) -> None:
+        """Policies changed, or an operator acted."""
+        self._tell()
+        self.ctx.registry.changed.unpark_all()
+
+    def saw(self, request: api.ApiRequest) -> None:
+        """An operator's change succeeded: the failover must not go across it."""
+        what = str(request.__struct_config__.tag)
+        if isinstance(request, api.AttachRequest) and request.dry_run:
+            return
+        self.machine.operator_acted(what, bypass=request.enabled if isinstance(request, api.BypassRequest) else None)
+        self.wake()
+
+    # ---- what is seen
+
+    def facts(self) -> Facts:
+        """The picture now, from the last reports."""
+        live = self.ctx.registry.live
+        desired = self.ctx.book.desired
+        return Facts(
+            desired=None if desired is None else desired[0],
+            ranks=tuple(RankView(r, s.report.guard, s.report.state.bypass) for r, s in sorted(live.items())),
+            can_hot=all(s.hello.capabilities.hot for s in live.values()),
+            blocked=self._blocked(),
+        )
+
+    def _blocked(self) -> str:
+        """Why nothing may be done now; empty when something may."""
+        ctx = self.ctx
+        live = ctx.registry.live
+        if ctx.running is not None:
+            return f"operation {ctx.running.id} ({ctx.running.kind}) runs"
+        if ctx.recovering:
+            return f"recovery is not over: {ctx.recovering}"
+        if not ctx.registry.complete:
+            return "ranks are missing"
+        if bad := [rank for rank, s in live.items() if s.report.quarantine]:
+            return f"ranks {bad} are quarantined"
+        if ctx.split or not status.agree(s.report.state for s in live.values()):
+            return "the ranks do not run the same"
+        desired = ctx.book.desired
+        if desired is not None and any(s.report.state.backend != desired[0].backend for s in live.values()):
+            return "the ranks do not run what is desired"
+        return ""
+
+    # ---- what is done
+
+    async def _set_bypass(self, decision: SetBypass) -> None:
+        ok, message = False, ""
+        try:
+            answer = await self.direct.bypass(api.BypassRequest(enabled=decision.enabled))
+            ok, message = answer.success, answer.message
+        except HicacheError as exc:
+            message = exc.message
+        word = "on" if decision.enabled else "off"
+        self.ctx.write_audit(ACTOR, f"bypass {word}", "success" if ok else "failed", reason=self._clean(decision.why))
+        self.machine.bypass_done(trio.current_time(), decision, ok, message)
+
+    async def _move(self, move: Move) -> None:
+        ctx = self.ctx
+        policy = policy_for(self.machine.policies, self._home_backend())
+        revision = ctx_revision(ctx)
+        job = Job(
+            kind="failover",
+            verb="failover",
+            actor=ACTOR,
+            deadline=trio.current_time() + policy.timeout_s,
+            hub=ctx.hub,
+            reason=move.why,
+            mode=move.mode,
+            target=move.target,
+        )
+        goal = Goal(
+            kind="failover",
+            verb=move.step,
+            target=move.target,
+            mode=move.mode,
+            swap=True,
+            wait_s=policy.wait_s,
+            timeout_s=policy.timeout_s,
+            reason=move.why,
+        )
+        done = partial(self.machine.moved, move=move)
+        try:
+            ctx.require_engine()
+            self.changes.check_free_and_revision(job, revision)
+        except (NoEngine, OperationInProgress, RevisionMismatch) as exc:
+            done(trio.current_time(), state=None, message=exc.message, not_begun=True)
+            return
+        self._operation_id = job.id
+
+        async def work(running: Job) -> api.OperationAnswer:
+            self.changes.check_capabilities(goal)
+            plans = await self.changes.validate(running, goal)
+            return await self.changes.apply(running, goal, plans)
+
+        ctx.launch(job, work)
+        await job.done.wait()
+        now, desired = trio.current_time(), ctx.book.desired
+        if job.error is None:
+            done(now, state=desired[0] if desired is not None else move.target)
+        else:
+            done(now, state=None, message=job.error.message, not_begun=isinstance(job.error, NoEngine))
+
+    def _home_backend(self) -> str | None:
+        episode = self.machine.episode
+        return episode.home.backend if episode is not None else None
+
+    # ---- what is kept and told
+
+    async def keep(self) -> bool:
+        """Make the record durable if it changed; True when it was written.
+
+        Raises:
+            JournalFailed: the daemon ends, as after any failed write of the journal.
+        """
+        self._tell()
+        record = self.machine.record()
+        text = msgspec.msgpack.encode(record)
+        if text == self._kept:
+            return False
+        self._kept = text
+        try:
+            await trio.to_thread.run_sync(self.ctx.book.set, SETTING, msgspec.to_builtins(record))
+        except JournalFailed:
+            raise
+        except StoreError as exc:  # a full disk: go on from memory, the store's failure will not wait
+            log.error("the failover's state could not be kept: %s", exc.message)
+            self._step("failed", f"not kept: {exc.message}")
+        return True
+
+    def _tell(self) -> None:
+        """Every note becomes an event, a line in the log, a count and a row of the document."""
+        notes, self.machine.notes = self.machine.notes, []
+        for step, reason, backend, to in notes:
+            self._step(step, reason, backend, to)
+        self._operation_id = None if notes else self._operation_id
+
+    def _step(self, step: str, reason: str, backend: str | None = None, to: str | None = None) -> None:
+        reason = self._clean(reason)
+        facts: dict[str, Any] = {"step": step, "reason": reason, "backend": backend, "to": to}
+        if step in ("detach", "spare", "return", "failed") and self._operation_id:
+            facts["operation_id"] = self._operation_id
+        self.steps.append(FailoverStep(at=now_iso(), **facts))
+        self.ctx.counters.failover_steps[step] += 1
+        self.ctx.hub.publish("failover", **facts)
+        log.warning(
+            "failover: %s%s: %s", step, f" {backend} -> {to}" if to else f" {backend}" if backend else "", reason
+        )
+
+    def _clean(self, text: str) -> str:
+        return redact_text(text)
