@@ -62,5 +62,9 @@ class Deadlines:
         """Begin of the oldest call."""
         return min((call.started for call in self._calls.values()), default=None)
 
+    def threads(self) -> list[str]:
+        """Names of the threads of all calls."""
+        return sorted(call.thread for call in self._calls.values())
+
     def __len__(self) -> int:
         return len(self._calls)

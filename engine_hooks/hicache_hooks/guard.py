@@ -283,6 +283,11 @@ class Guard:
         """Calls inside the backend now."""
         return self._watch.inside()
 
+    def inside(self) -> list[str]:
+        """Threads inside the backend now, by name."""
+        with self._lock:
+            return self._watch.threads()
+
     def oldest_call_s(self) -> float:
         """Age of the oldest call inside the backend, in seconds; 0 when there is none."""
         with self._lock:

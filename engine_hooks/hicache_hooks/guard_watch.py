@@ -254,6 +254,10 @@ class Watch:
         """Calls inside the store, probes too."""
         return len(self._deadlines)
 
+    def threads(self) -> list[str]:
+        """*locked*: threads inside the store, by name."""
+        return self._deadlines.threads()
+
     def oldest_s(self) -> float:
         """*locked*: age of the oldest call inside the store."""
         started = self._deadlines.oldest()

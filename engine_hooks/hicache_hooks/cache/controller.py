@@ -16,11 +16,11 @@ Owned by the scheduler thread; only methods marked *any* may be called elsewhere
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hicache_hooks.cache.evict import Evictor
 from hicache_hooks.cache.ledger import Ended, PageLedger
-from hicache_hooks.cache.operations import Backup, Copy, Operation, Prefetch
+from hicache_hooks.cache.operations import Backup, Copy, Operation, Overdue, PagedOperation, Prefetch
 from hicache_hooks.cache.pools import DevicePool, HostPool
 from hicache_hooks.cache.prefetch import Prefetcher
 from hicache_hooks.cache.radix import Match, RadixTree
@@ -259,8 +259,10 @@ class CacheController:
             log.error("page ledgers do not add up (F42)")
         return done
 
-    def _reported(self, operation: Operation) -> None:
+    def _reported(self, operation: Operation | Overdue) -> None:
         match operation:
+            case Overdue():
+                self._prefetcher.overdue(operation.operation)
             case Prefetch():
                 self._prefetcher.reported(operation)
             case Backup():
@@ -271,8 +273,11 @@ class CacheController:
                 self._loader.back(operation)
 
     def flush(self) -> bool:
-        """Empty L1 and L2. False, and nothing is touched, when a request or a transfer is alive."""
-        if self._requests or any(self.counters().values()):
+        """Empty L1 and L2. False, and nothing is touched, when a request or a transfer is alive.
+
+        A backup that was given up counts too: a thread may still read the pages that the tree holds for it.
+        """
+        if self._requests or self._writer.backups or any(self.counters().values()):
             return False
         s = self._s
         for node in s.tree.nodes():
@@ -287,12 +292,16 @@ class CacheController:
         return {
             "ongoing_write_through": list(self._writer.writes.values()),
             "ongoing_load_back": [copy for copy, _ in list(self._loader.running.values())],
-            "ongoing_prefetch": list(self._prefetcher.running.values()),
-            "ongoing_backup": list(self._writer.backups.values()),
+            "ongoing_prefetch": _awaited(self._prefetcher.running),
+            "ongoing_backup": _awaited(self._writer.backups),
         }
 
     def counters(self) -> dict[str, int]:
-        """*any*: the transfer counters of ``MANDATORY_COUNTERS``; all zero = no transfer in flight."""
+        """*any*: the transfer counters of ``MANDATORY_COUNTERS``; all zero = no transfer in flight.
+
+        An operation that was given up is none: nobody waits for it, its result is dropped, its pages and its store
+        stay as they are until its thread is back. Else a store that hangs could never be detached (F77).
+        """
         ongoing = {name: len(operations) for name, operations in self._ongoing().items()}
         set_ = self._s.storage
         # Queue entries belong to operations that are counted above; one without an operation would show here.
@@ -339,3 +348,7 @@ class CacheController:
         s.host_ledger.check()
         s.device_ledger.check_tree(page for node in s.tree.nodes() for page in node.device or [])
         s.host_ledger.check_tree(page for node in s.tree.nodes() for page in node.host or [])
+
+
+def _awaited(operations: Mapping[int, PagedOperation]) -> list[Operation]:
+    return [operation for operation in list(operations.values()) if not operation.late]

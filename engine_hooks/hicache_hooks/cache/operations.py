@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 EXISTS_BATCH = 128  # keys per existence query: SGLang's batch; one call covers 2048 tokens of 16-token pages
 
 
+Report = Callable[["Operation | Overdue"], None]
+
+
 class Operation:
     """Base: counts batches down and reports once. ``number`` is the ledger's."""
 
-    def __init__(self, number: int, started: float, report: Callable[["Operation"], None]) -> None:
+    def __init__(self, number: int, started: float, report: "Report") -> None:
         self.number = number
         self.started = started
         self.error: BaseException | None = None
@@ -56,6 +59,16 @@ class Operation:
         return Ended.CANCELLED if self.cancelled and self.error is None else Ended.FAILED
 
 
+class Overdue:
+    """Reported while an operation runs: the store has had its deadline, so do not wait for it any more.
+
+    The operation itself is reported later, when its last thread is back; until then its pages stay its own.
+    """
+
+    def __init__(self, operation: "PagedOperation") -> None:
+        self.operation = operation
+
+
 class Copy(Operation):
     """L1 -> L2 or L2 -> L1, one batch. ``node`` is the tree node where the pages end."""
 
@@ -63,7 +76,7 @@ class Copy(Operation):
         self,
         number: int,
         started: float,
-        report: Callable[[Operation], None],
+        report: "Report",
         *,
         copier: "Copier",
         node: "Node",
@@ -113,19 +126,23 @@ class Batch:
         self._operation.spoil(self.first)
         self._operation.acknowledge(cancelled=True)
 
+    def late(self) -> None:
+        self._operation.spoil(self.first)
+        self._operation.give_up()
+
 
 class PagedOperation(Operation):
     """Pages with keys that go to or come from a store, in batches shared out among the threads."""
 
-    def __init__(
-        self, number: int, started: float, report: Callable[[Operation], None], *, set_: "StorageSet", io: "PageIo"
-    ) -> None:
+    def __init__(self, number: int, started: float, report: "Report", *, set_: "StorageSet", io: "PageIo") -> None:
         super().__init__(number, started, report)
+        self._overdue = report
         self.set = set_  # the set it started in: it ends there, also after a swap
         self.io = io
         self.keys: list[str] = []
         self.pages: list[int] = []
         self.prefix_keys: list[str] | None = None  # None: the knob is off
+        self.late = False  # a thread of it is in a call that was given up
         self._good = bytearray()
         self._prefix = 0  # pages good without a gap from the start
         self._limit = 0  # first page known to be bad
@@ -144,6 +161,11 @@ class PagedOperation(Operation):
 
     def run_batch(self, first: int, last: int) -> None:
         raise NotImplementedError
+
+    def give_up(self) -> None:
+        """One of its calls is past its deadline: batches that have not begun are skipped. *guard's* thread."""
+        self.late = True
+        self._overdue(Overdue(self))
 
     def spoil(self, page: int) -> None:
         """No page from ``page`` on can extend the prefix any more."""
@@ -180,6 +202,8 @@ class Backup(PagedOperation):
         self.node = node
 
     def run_batch(self, first: int, last: int) -> None:
+        if self.late:
+            return
         self.record(first, self.io.write(self.keys[first:last], self.pages[first:last], self._before(first)))
 
 
@@ -233,7 +257,7 @@ class Prefetch(PagedOperation):
         self.keys = [page_key(self._namespace, h) for h in self.hashes]
         for first in range(0, len(self.keys), EXISTS_BATCH):
             batch = self.keys[first : first + EXISTS_BATCH]
-            if self._stop:
+            if self._stop or self.late:
                 return
             found = self.io.exists(batch, self._before(first))
             self.hits = first + found
@@ -242,7 +266,7 @@ class Prefetch(PagedOperation):
 
     def run_batch(self, first: int, last: int) -> None:
         # Behind a bad page nothing can be used: the chain is broken there (F80).
-        if self._stop or first >= self._limit:
+        if self._stop or self.late or first >= self._limit:
             return
         self.record(first, self.io.read(self.keys[first:last], self.pages[first:last], self._before(first)))
 
@@ -263,6 +287,9 @@ class LookUp:
     def cancelled(self) -> None:
         self._prefetch.acknowledge(cancelled=True)
 
+    def late(self) -> None:
+        self._prefetch.give_up()
+
 
 class CopyItem:
     """The one item of a copy."""
@@ -279,3 +306,6 @@ class CopyItem:
 
     def cancelled(self) -> None:
         self._copy.acknowledge(cancelled=True)
+
+    def late(self) -> None:
+        """No store is in it: it is never given up."""

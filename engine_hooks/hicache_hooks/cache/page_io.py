@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hicache_hooks.backends.base import Got
 from hicache_hooks.cache.pages import PageFormat
 from hicache_hooks.cache.pools import HostPool
+from hicache_hooks.guard import Guard
 
 STAGING_WAIT_S = 30.0  # layer_first: other batches hold the staging buffers at most for their backend call
 
@@ -42,6 +43,7 @@ class PageIo:
         self._store = store
         self._host = host
         self._pages = pages
+        self._guard = store if isinstance(store, Guard) else None
         self._takes_prefix = {
             name: "prefix_keys" in inspect.signature(getattr(store, name)).parameters
             for name in ("batch_put", "batch_get", "batch_exists")
@@ -57,6 +59,8 @@ class PageIo:
 
     def read(self, keys: Sequence[str], pages: Sequence[int], prefix_keys: Sequence[str] | None = None) -> list[bool]:
         """Fill host pages; True per page that holds its key's sealed content now."""
+        if self._guard is not None and self._guard.refuses("get", len(keys)):
+            return [False] * len(keys)
         buffers = self._host.buffers(pages, STAGING_WAIT_S)
         try:
             results = self._store.batch_get(keys, buffers.views, **self._extra("batch_get", prefix_keys))
@@ -77,6 +81,8 @@ class PageIo:
 
     def write(self, keys: Sequence[str], pages: Sequence[int], prefix_keys: Sequence[str] | None = None) -> list[bool]:
         """Store host pages; True per key that is stored now."""
+        if self._guard is not None and self._guard.refuses("put", len(keys)):  # before sums and copies are made
+            return [False] * len(keys)
         buffers = self._host.buffers(pages, STAGING_WAIT_S)
         try:
             buffers.pull()

@@ -15,7 +15,7 @@ others (F44), and ends in one of five outcomes (F41). One attempt per request: w
 from hicache_hooks.cache.evict import Evictor
 from hicache_hooks.cache.hashing import page_key
 from hicache_hooks.cache.ledger import Ended
-from hicache_hooks.cache.operations import LookUp, Prefetch
+from hicache_hooks.cache.operations import LookUp, PagedOperation, Prefetch
 from hicache_hooks.cache.state import CacheState
 
 
@@ -46,6 +46,8 @@ class Prefetcher:
             return None
         if missing < set_.knobs.prefetch_threshold:
             s.stats["prefetch_skipped_threshold"] += 1
+            return None
+        if set_.refuses("exists", missing // s.page_size):
             return None
         op = Prefetch(
             s.host_ledger.begin("prefetch"), s.clock(), s.report, set_=set_, io=io,
@@ -83,6 +85,11 @@ class Prefetcher:
         if op.number in self.running and op.verdict is None:
             op.verdict = verdict
             op.claimed = self._claim(op, op.end_now())
+
+    def overdue(self, op: PagedOperation) -> None:
+        """The store has had its deadline: go on with what has arrived (rule 6 of the guard). A backup: nothing."""
+        if isinstance(op, Prefetch):
+            self.end_now(op, Ended.TIMED_OUT)
 
     def reported(self, op: Prefetch) -> None:
         """The look-up or the fetch is through."""

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from hicache_hooks.cache.ledger import PageLedger
-from hicache_hooks.cache.operations import Operation
+from hicache_hooks.cache.operations import Operation, Overdue
 from hicache_hooks.cache.pools import DevicePool, HostPool
 from hicache_hooks.cache.radix import RadixTree
 from hicache_hooks.cache.storage_set import StorageSet
@@ -40,11 +40,11 @@ class CacheState:
         self.host_ledger = PageLedger(host.num_pages)
         self.stats: Counter[str] = Counter()
         self.hashing = False  # new nodes are hashed at once; only while a store is (about to be) attached
-        self.inbox: deque[Operation] = deque()
+        self.inbox: deque[Operation | Overdue] = deque()
         self._wake = wake
 
-    def report(self, operation: Operation) -> None:
-        """*any*: an operation is through; the next ``pump`` takes it."""
+    def report(self, operation: Operation | Overdue) -> None:
+        """*any*: an operation is through, or not to be waited for; the next ``pump`` takes it."""
         self.inbox.append(operation)
         if self._wake is not None:
             self._wake()

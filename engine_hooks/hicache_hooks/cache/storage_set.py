@@ -19,7 +19,8 @@ from hicache_hooks.cache.page_io import PageIo, Store
 from hicache_hooks.cache.pages import PageFormat
 from hicache_hooks.cache.pools import DevicePool, HostPool
 from hicache_hooks.cache.transfer import Copier
-from hicache_hooks.cache.workers import Workers
+from hicache_hooks.cache.workers import Run, Workers, current_run
+from hicache_hooks.guard import Guard
 from hicache_proto.model import ThreadReport
 
 __all__ = ["SetLimits", "StorageSet", "Store"]
@@ -62,6 +63,7 @@ class StorageSet:
         self.id = next(_ids)
         self.name = name
         self.store = store
+        self.guard = store if isinstance(store, Guard) else None
         self.knobs = knobs
         self.limits = limits
         self.namespace = pages.namespace
@@ -85,6 +87,8 @@ class StorageSet:
         self._copies_out = workers("d2h", 1)
         self._copies_in = workers("h2d", 1)
         self._all = (self._reads, self._writes, self._copies_out, self._copies_in)
+        if self.guard is not None:
+            self.guard.on_late(current_run, _give_up)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,8 @@ class StorageSet:
             if not self._closed and self.store is not None:
                 self.store.close()
             self._closed = True
-            return True
+            # A probe of the guard's own may still be inside: then the last call to leave closes the backend.
+            return self.guard is None or self.guard.closed
 
     # -- settings --------------------------------------------------------------------------------------------
 
@@ -160,6 +165,10 @@ class StorageSet:
     def stores(self) -> bool:
         """True when new L3 work is taken."""
         return self.io is not None and self.active and not self.bypassed
+
+    def refuses(self, kind: str, pages: int) -> bool:
+        """True when the guard would skip a call of this kind (breaker); counted as skipped then."""
+        return self.guard is not None and self.guard.refuses(kind, pages)
 
     def read(self, items: Sequence[Batch | LookUp]) -> bool:
         """Queue prefetch work; False when stopped. Also for an operation that began before a swap."""
@@ -195,9 +204,20 @@ class StorageSet:
         return any(workers.working for workers in self._all)
 
     def threads(self) -> list[ThreadReport]:
-        """Liveness, restarts and stalls of every thread of this set."""
+        """Liveness, restarts and stalls of every thread of this set, those in calls that were given up too."""
         return [report for workers in self._all for report in workers.reports()]
+
+    def still_inside(self) -> list[str]:
+        """Threads because of which ``close`` said False, by name."""
+        alive = [report.name for report in self.threads() if report.alive]
+        return alive or (self.guard.inside() if self.guard is not None else []) or ["closing"]
 
     def stuck_stacks(self) -> dict[str, str]:
         """Stacks of the threads that the last ``stop`` found stuck."""
         return {name: stack for workers in self._all for name, stack in workers.stuck.items()}
+
+
+def _give_up(run: Run | None) -> None:
+    """The guard says that the call of this run is late (rule 6 of workers.py)."""
+    if run is not None:
+        run.workers.give_up(run)

@@ -9,8 +9,12 @@ Rules
 4. Stopping signals all, then joins all against one deadline; who does not return is named, with its stack, and
    left alone: a thread inside a native call cannot be ended (F23). Queued items end as cancelled (F119).
 5. "Stalled" is work without a completion for too long, whatever the reason (F39).
+6. A thread whose item is given up (``give_up``) keeps that item and its memory until it is back, and another thread
+   takes its place; so one hung call does not stop the queue. There are at most ``LATE_PER_THREAD`` such threads per
+   place (F46). Above that the place stays empty; with no place left, queued work ends as cancelled.
 """
 
+import itertools
 import logging
 import sys
 import threading
@@ -18,11 +22,19 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hicache_proto.model import ThreadReport
 
 log = logging.getLogger(__name__)
+
+LATE_PER_THREAD = 2
+_here = threading.local()
+
+
+def current_run() -> "Run | None":
+    """What this thread runs; None when it is no worker. ``Workers.give_up`` takes it."""
+    return getattr(_here, "run", None)
 
 
 class Item(Protocol):
@@ -36,6 +48,9 @@ class Item(Protocol):
 
     def cancelled(self) -> None:
         """It will not run. Must not raise."""
+
+    def late(self) -> None:
+        """``run`` was given up: nobody waits for it, but it goes on, and will end as the others. Must not raise."""
 
 
 T = TypeVar("T", bound=Item)
@@ -81,8 +96,26 @@ class WorkQueue(Generic[T]):
             self._changed.notify_all()
             return left
 
+    def drain(self) -> list[T]:
+        """Take everything out; new items are still accepted."""
+        with self._changed:
+            left = list(self._items)
+            self._items.clear()
+            return left
+
     def __len__(self) -> int:
         return len(self._items)
+
+
+class Run:
+    """One item on one thread: what can be given up."""
+
+    __slots__ = ("item", "since", "workers")
+
+    def __init__(self, workers: "Workers[Any]") -> None:
+        self.workers = workers
+        self.item: Item | None = None
+        self.since = time.monotonic()
 
 
 class _Slot:
@@ -91,11 +124,8 @@ class _Slot:
     def __init__(self, name: str) -> None:
         self.name = name
         self.thread: threading.Thread | None = None
-        self.busy_since: float | None = None
+        self.run: Run | None = None
         self.restarts = 0
-
-    def take(self) -> None:
-        self.busy_since = time.monotonic()
 
 
 class Workers(Generic[T]):
@@ -107,7 +137,9 @@ class Workers(Generic[T]):
         self.stuck: dict[str, str] = {}  # name -> stack, of the last stop
         self._queue: WorkQueue[T] = WorkQueue()
         self._slots = [_Slot(f"{name}-{i}") for i in range(count)]
-        self._stopping = False
+        self._late: dict[threading.Thread, Run] = {}
+        self._serial = itertools.count(1)
+        self._started = self._stopping = False
         self._moved = time.monotonic()  # last completion, or when work came to an idle queue
         self._done = threading.Condition()
         self._lock = threading.Lock()
@@ -120,6 +152,7 @@ class Workers(Generic[T]):
         """
         for slot in self._slots:
             self._spawn(slot)
+        self._started = True
 
     def _spawn(self, slot: _Slot) -> None:
         # Daemon threads: a thread stuck in a native call must not keep the process from ending.
@@ -127,10 +160,19 @@ class Workers(Generic[T]):
         slot.thread.start()
 
     def submit(self, items: Iterable[T]) -> bool:
-        """Queue items; False when stopped."""
+        """Queue items; False when stopped, or when no thread is left to run them."""
+        if self._started and any(slot.thread is None for slot in self._slots):
+            self._heal()
+        if not self.usable:
+            return False
         if not self.working:
             self._moved = time.monotonic()
         return self._queue.put(items)
+
+    @property
+    def usable(self) -> bool:
+        """False when every thread hangs in an item that was given up, and no more may be started."""
+        return not self._started or any(slot.thread is not None for slot in self._slots)
 
     @property
     def working(self) -> bool:
@@ -139,8 +181,8 @@ class Workers(Generic[T]):
 
     @property
     def calls(self) -> int:
-        """Threads inside an item."""
-        return sum(slot.busy_since is not None for slot in self._slots)
+        """Threads inside an item that somebody waits for."""
+        return sum(slot.run is not None for slot in self._slots)
 
     @property
     def queued(self) -> int:
@@ -153,12 +195,36 @@ class Workers(Generic[T]):
         except BaseException as error:
             log.error("thread %s died: %r", slot.name, error)
             with self._lock:
-                if not self._stopping:
+                if not self._stopping and slot.thread is threading.current_thread():
                     slot.restarts += 1
-                    self._spawn(slot)
+                    self._replace(slot)
+
+    def _replace(self, slot: _Slot) -> None:
+        try:
+            self._spawn(slot)
+        except RuntimeError as error:  # out of threads: the place stays empty, and the others do its work
+            slot.thread = None
+            log.error("no thread for %s: %s", slot.name, error)
+
+    def _heal(self) -> None:
+        """Fill empty places, as far as rule 6 allows."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.thread is None and not self._stopping and self._may_start():
+                    slot.restarts += 1
+                    self._replace(slot)
+
+    def _may_start(self) -> bool:
+        return len(self._late) <= LATE_PER_THREAD * len(self._slots)
 
     def _loop(self, slot: _Slot) -> None:
-        while (item := self._queue.take(slot.take)) is not None:
+        while True:
+            run = Run(self)
+            item = self._queue.take(lambda run=run: self._took(slot, run))  # type: ignore[misc]
+            if item is None:
+                return
+            run.item = item
+            _here.run = run
             try:
                 item.run()
             except Exception as error:
@@ -167,11 +233,55 @@ class Workers(Generic[T]):
                 item.failed(error)
                 raise
             finally:
-                slot.busy_since = None
-                self._moved = time.monotonic()
-                with self._done:
-                    self._done.notify_all()
-            del item  # an idle thread must not keep the last batch's tensors alive (F43)
+                mine = self._ended(slot, run)
+            del item, run  # an idle thread must not keep the last batch's tensors alive (F43)
+            if not mine:
+                return
+
+    @staticmethod
+    def _took(slot: _Slot, run: Run) -> None:
+        run.since = time.monotonic()
+        slot.run = run
+
+    def _ended(self, slot: _Slot, run: Run) -> bool:
+        """An item is through; False when its thread was replaced and has to go."""
+        _here.run = None
+        with self._lock:
+            run.item = None
+            mine = slot.run is run
+            if mine:
+                slot.run = None
+            else:
+                self._late.pop(threading.current_thread(), None)
+                if slot.thread is None and not self._stopping:  # its place is still empty
+                    slot.thread = threading.current_thread()
+                    mine = True
+        self._moved = time.monotonic()
+        with self._done:
+            self._done.notify_all()
+        return mine
+
+    def give_up(self, run: Run) -> None:
+        """Nobody waits for this run any more (rule 6). It ended meanwhile: nothing. *any* thread."""
+        left: list[T] = []
+        with self._lock:
+            slot = next((slot for slot in self._slots if slot.run is run), None)
+            if slot is None or slot.thread is None or run.item is None:
+                return
+            item = run.item
+            slot.thread.name = f"{slot.name}-late-{next(self._serial)}"  # reports tell the two apart by name
+            self._late[slot.thread] = run
+            slot.run, slot.thread = None, None
+            if not self._stopping and self._may_start():
+                slot.restarts += 1
+                self._replace(slot)
+            if not self.usable:
+                left = self._queue.drain()
+        item.late()
+        for waiting in left:
+            waiting.cancelled()
+        with self._done:
+            self._done.notify_all()
 
     def signal_stop(self) -> int:
         """Refuse new work, end what is queued as cancelled, wake all threads; returns how many were cancelled."""
@@ -190,39 +300,47 @@ class Workers(Generic[T]):
     def join(self, deadline: float) -> list[str]:
         """Wait for the threads until ``deadline``; names of those that still run. After ``signal_stop``."""
         stuck: dict[str, str] = {}
-        for slot in self._slots:
-            thread = slot.thread
-            if thread is None or thread.ident is None:
+        for thread in self._threads():
+            if thread.ident is None:
                 continue
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 frame = sys._current_frames().get(thread.ident)
                 stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
-                stuck[slot.name] = stack
-                log.error("thread %s did not stop; it stands in:\n%s", slot.name, stack)
+                stuck[thread.name] = stack
+                log.error("thread %s did not stop; it stands in:\n%s", thread.name, stack)
         self.stuck = stuck
         return list(stuck)
 
+    def _threads(self) -> list[threading.Thread]:
+        with self._lock:
+            return [*(slot.thread for slot in self._slots if slot.thread is not None), *self._late]
+
     @property
     def alive(self) -> int:
-        """Threads that run."""
-        return sum(1 for slot in self._slots if slot.thread is not None and slot.thread.is_alive())
+        """Threads that run, given up or not."""
+        return sum(thread.is_alive() for thread in self._threads())
 
     def reports(self) -> list[ThreadReport]:
         """Liveness, restarts and stall of each thread; an idle thread is never stalled."""
+        now = time.monotonic()
+        with self._lock:
+            late = [(thread.name, run.since) for thread, run in self._late.items()]
         return [
-            ThreadReport(
-                name=slot.name,
-                alive=slot.thread is not None and slot.thread.is_alive(),
-                restarts=slot.restarts,
-                stalled_s=self._stalled_s(slot),
-            )
-            for slot in self._slots
+            *(
+                ThreadReport(
+                    name=slot.name,
+                    alive=slot.thread is not None and slot.thread.is_alive(),
+                    restarts=slot.restarts,
+                    stalled_s=self._stalled_s(slot),
+                )
+                for slot in self._slots
+            ),
+            *(ThreadReport(name=name, stalled_s=now - since) for name, since in late),
         ]
 
     def _stalled_s(self, slot: _Slot) -> float:
-        since = slot.busy_since
-        if since is None:
-            since = self._moved if self._queue else time.monotonic()
+        run = slot.run
+        since = run.since if run is not None else self._moved if self._queue else time.monotonic()
         still_s = time.monotonic() - since
         return still_s if still_s >= self.stall_after_s else 0.0

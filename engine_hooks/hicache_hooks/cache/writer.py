@@ -110,6 +110,8 @@ class Writer:
         if self.pinned and self.pinned + n > set_.limits.backup_fraction * s.host.num_pages:
             s.stats["dropped_backups"] += 1
             return False
+        if set_.refuses("put", n):
+            return False
         s.tree.last_hash(node)  # fills in what is missing above it as well
         backup = Backup(s.host_ledger.begin("backup"), s.clock(), s.report, set_=set_, io=io, node=node)
         backup.keys = [page_key(s.namespace, h) for h in node.hashes or []]

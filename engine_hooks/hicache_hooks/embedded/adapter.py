@@ -133,7 +133,7 @@ class EmbeddedAdapter:
             return []  # live keys: nothing was built
         stuck = parked.set.stop(timeout_s, drain_s=timeout_s * DRAIN_SHARE)
         if not stuck and not parked.set.close():
-            stuck = [report.name for report in parked.set.threads() if report.alive]
+            stuck = parked.set.still_inside()
         if not stuck and parked.guard is not None:
             self._usage.retire(parked.guard)
         return stuck
