@@ -1,0 +1,145 @@
+"""Backend ``nixl``: NVIDIA's transfer library, over files (POSIX, GDS, GDS_MT, 3FS) or S3 objects (OBJ).
+
+``nixl_agent.py`` holds the library at a distance that keeps a process alive; ``nixl_file.py`` and ``nixl_object.py``
+make stores of it.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from hicache_hooks.backends import nixl_probe
+from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.nixl_agent import Transfers
+from hicache_hooks.backends.nixl_file import NixlFiles
+from hicache_hooks.backends.nixl_object import NixlObjects
+from hicache_hooks.backends.nixl_options import FILE_PLUGINS, NixlOptions
+from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.secret_text import secret_of
+from hicache_proto.model import LAYOUTS
+
+_ENV = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY", "session_token": "AWS_SESSION_TOKEN"}
+
+
+class NixlStore:
+    """The ``Backend`` (see base.py)."""
+
+    manifest: ClassVar[Manifest] = Manifest(
+        name="nixl",
+        layouts=LAYOUTS,
+        alignment=1,
+        needs_registration=True,
+        parallel_axes=("tp", "pp"),
+        summary="NIXL: files by aio or io_uring, GPUDirect Storage where a driver is, or S3 objects",
+    )
+
+    def __init__(self, options: NixlOptions, context: StoreContext, env: Mapping[str, str]) -> None:
+        """``options`` must be effective ones. No I/O, no import of the library."""
+        self._plugin = options.chosen
+        self._page_bytes = context.page_bytes
+        self._pid = os.getpid()
+        self._open = False
+        files = self._plugin in FILE_PLUGINS
+        secrets = {} if files else {key: secret_of(options, key, env, variable) for key, variable in _ENV.items()}
+        parameters = options.parameters({key: value for key, value in secrets.items() if value})
+        posix_aio = self._plugin == "POSIX" and options.use_posix_aio is True
+        self._inner = f"{self._plugin}{_mode(options) if self._plugin == 'POSIX' else ''}"
+        self._transfers = Transfers(
+            self._plugin, parameters, "FILE" if files else "OBJ", rebuild_after_error=posix_aio
+        )  # fmt: skip
+        self._store: NixlFiles | NixlObjects = (
+            NixlFiles(options, context, self._transfers)
+            if files
+            else NixlObjects(options, context, self._transfers, secrets)
+        )
+
+    def open(self) -> None:
+        """Make the agent and the store.
+
+        Raises:
+            BackendUnavailable: the library or the plugin is not usable here.
+            OSError: directory or server cannot be used.
+        """
+        self._pid = os.getpid()
+        self._transfers.open()
+        self._store.open()
+        self._open = True
+
+    def register(self, pool: memoryview) -> None:
+        """The plugin gets every pool, whether or not it would do without."""
+        self._usable()
+        if isinstance(self._store, NixlFiles):  # objects go through bounce buffers
+            self._transfers.register(pool)
+
+    def close(self) -> None:
+        """Idempotent; in a forked child it only forgets."""
+        self._open = False
+        if os.getpid() == self._pid:
+            self._store.close()
+        self._transfers.close()
+
+    def _usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("a forked process must not use its parent's NIXL agent")
+        if not self._open:
+            raise RuntimeError("the NIXL store is not open")
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        """Pages of files that exist are kept; objects are written again."""
+        self._usable()
+        for page in pages:
+            if page.nbytes != self._page_bytes:
+                raise ValueError(f"page buffer of {page.nbytes} bytes, expected {self._page_bytes}")
+        return self._store.put(keys, pages) if keys else []
+
+    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        """A page of another length is a miss."""
+        self._usable()
+        return self._store.get(keys, pages) if keys else []
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        """A page of another length does not count."""
+        self._usable()
+        return self._store.exists(keys) if keys else []
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Remove pages; missing ones are no error."""
+        self._usable()
+        return self._store.delete(list(dict.fromkeys(keys)))
+
+    def set_aside(self, key: str, reason: str) -> None:
+        """Files are moved to ``bad/``, objects deleted."""
+        self._usable()
+        self._store.set_aside(key)
+
+    def clear(self) -> int:
+        """Delete every page of this namespace (F68)."""
+        self._usable()
+        return self._store.clear()
+
+    def health(self) -> dict[str, Any]:
+        """Facts for status; asks the bucket of OBJ."""
+        self._usable()
+        facts = {"inner": self._inner, "in_flight_cap": self._transfers.cap, "agents_rebuilt": self._transfers.rebuilt}
+        return facts | self._store.health()
+
+
+def _mode(options: NixlOptions) -> str:
+    if options.use_uring:
+        return " io_uring"
+    return " posix_aio" if options.use_posix_aio else " aio"
+
+
+SPEC = BackendSpec(
+    manifest=lambda options, env: NixlStore.manifest,
+    options=NixlOptions,
+    create=NixlStore,
+    missing=nixl_probe.missing,
+    layouts=NixlStore.manifest.layouts,
+    notes=(
+        "plugin: the first active section of 'plugin', else $SGLANG_HICACHE_NIXL_BACKEND_PLUGIN, else obj when there "
+        "is a bucket, else posix",
+        "gds, gds_mt and 3fs need a driver: an attach probes create_backend in a child process",
+    ),
+    inner=lambda options: options.chosen,
+)

@@ -1,0 +1,309 @@
+"""``nixl`` on objects (plugin OBJ, S3): one object per page.
+
+Bytes travel through bounce buffers of ours: the S3 client inside the plugin cannot be interrupted (a dead server
+costs it 25 s, a hung one 58 s), and a page of the pool must not be touched after its call has returned. So a call ends
+at its deadline, and the buffers of a late transfer come back when it ends.
+
+An object that is shorter than its page reads as DONE with the tail of the buffer as it was: the tail is marked before
+each read, and a mark that is still there is a miss.
+"""
+
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+from hicache_hooks.backends.base import Got, StoreContext
+from hicache_hooks.backends.file_paths import safe
+from hicache_hooks.backends.nixl_agent import Late, TransferFailed, Transfers
+from hicache_hooks.backends.nixl_options import NixlOptions
+from hicache_hooks.backends.s3_client import S3Client, S3Target
+
+BOUNCE_PAGES = 64
+BOUNCE_BYTES = 128 << 20
+SINGLE_RETRIES = 8  # pages tried one by one after a batch failed; more would multiply a store's time-outs
+MARK_BYTES = 8
+_late: list[Late] = []  # of closed stores: nothing of them may be freed while they run
+_late_lock = threading.Lock()
+
+
+class NixlObjects:
+    """The store behind ``nixl.NixlStore``; ``transfers`` belongs to it."""
+
+    def __init__(
+        self, options: NixlOptions, context: StoreContext, transfers: Transfers, secrets: Mapping[str, str]
+    ) -> None:
+        """No I/O. ``secrets``: access_key, secret_key, session_token."""
+        self._target = S3Target(
+            bucket=options.bucket or "",
+            endpoint=options.endpoint_override or "",
+            scheme=options.scheme or "http",
+            region=options.region or "us-east-1",
+            access_key=secrets.get("access_key", ""),
+            secret_key=secrets.get("secret_key", ""),
+            session_token=secrets.get("session_token", ""),
+            virtual_host=bool(options.use_virtual_addressing),
+            ca_bundle=options.ca_bundle or "",
+        )
+        self._timeout_s = options.timeout_s
+        self._prefix = f"{safe(context.namespace)}/"
+        self._namespace = context.namespace
+        self._page_bytes = context.page_bytes
+        self._transfers = transfers
+        self._client: S3Client | None = None
+        self._buffers = _Bounce(max(1, min(BOUNCE_PAGES, BOUNCE_BYTES // max(1, context.page_bytes))), self._page_bytes)
+        self._devices = count(1)  # unique among the keys that are registered at a time
+
+    def open(self) -> None:
+        """Look at the bucket, then allocate and register the bounce buffers.
+
+        Raises:
+            OSError: the server cannot be reached, or refuses us.
+        """
+        self._client = S3Client(self._target, self._timeout_s)
+        self._client.check_bucket()
+        self._transfers.register(self._buffers.memory)
+        _reap()
+
+    def close(self) -> None:
+        """Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        with _late_lock:
+            _late.extend(self._buffers.abandon())
+        _reap()
+
+    # ------------------------------------------------------------ traffic
+
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        """See ``Backend.batch_put``. An object that exists is written again: an S3 PUT is atomic."""
+        self._require_server()
+        done: list[bool] = []
+        for part in self._parts(len(keys)):
+            done += self._put(keys[part], pages[part])
+        return done
+
+    def _put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        with self._buffers.take(len(keys), self._timeout_s) as slots:
+            for slot, page in zip(slots.pages, pages, strict=True):
+                slot[:] = page
+            try:
+                self._run("WRITE", keys, slots)
+                return [True] * len(keys)
+            except TransferFailed as exc:
+                failed = exc
+            done = [self._one("WRITE", keys, slots, i) if i < SINGLE_RETRIES else False for i in range(len(keys))]
+        if not any(done):
+            raise failed
+        return done
+
+    def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        """See ``Backend.batch_get``."""
+        self._require_server()
+        out: list[Got] = []
+        for part in self._parts(len(keys)):
+            out += self._get(keys[part], pages[part])
+        return out
+
+    def _get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        with self._buffers.take(len(keys), self._timeout_s) as slots:
+            mark = slots.mark()
+            try:
+                self._run("READ", keys, slots)
+                results = [Got.HIT] * len(keys)
+            except TransferFailed:
+                # One missing key fails the batch: read those that are there.
+                results = self._singly(keys, slots)
+            for i, (slot, page) in enumerate(zip(slots.pages, pages, strict=True)):
+                if results[i] is Got.HIT and slot[-MARK_BYTES:] == mark:
+                    results[i] = Got.MISS
+                if results[i] is Got.HIT:
+                    page[:] = slot
+        return results
+
+    def _singly(self, keys: Sequence[str], slots: "_Slots") -> list[Got]:
+        """Results after a batch failed: by length first, then those of the right length together, then one by one."""
+        lengths = self._s3().lengths([self._name(key) for key in keys])
+        results = [Got.MISS] * len(keys)
+        right = [i for i, length in enumerate(lengths) if length == self._page_bytes]
+        if not right:
+            return results
+        try:
+            self._run("READ", [keys[i] for i in right], slots, right)
+            good = set(right)
+        except TransferFailed:
+            good = {i for i in right[:SINGLE_RETRIES] if self._one("READ", keys, slots, i)}
+        for i in right:
+            results[i] = Got.HIT if i in good else Got.ERROR
+        return results
+
+    def _one(self, op: str, keys: Sequence[str], slots: "_Slots", i: int) -> bool:
+        try:
+            self._run(op, [keys[i]], slots, [i])
+        except TransferFailed:
+            return False
+        return True
+
+    def _run(self, op: str, keys: Sequence[str], slots: "_Slots", places: Sequence[int] | None = None) -> None:
+        chosen = slots.pages if places is None else [slots.pages[i] for i in places]
+        targets = [(next(self._devices), self._name(key)) for key in keys]
+        try:
+            self._transfers.run(op, chosen, targets, self._timeout_s, keep=self._buffers)
+        except Late as late:
+            slots.late = late  # these buffers come back when it ends
+            raise
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """By length: query_memory would count short objects, and blocks for 25 s without a server."""
+        return [length == self._page_bytes for length in self._s3().lengths([self._name(key) for key in keys])]
+
+    # ------------------------------------------------------------ upkeep
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """See ``Backend.delete``."""
+        names = [self._name(key) for key in keys]
+        there = [name for name, length in zip(names, self._s3().lengths(names), strict=True) if length >= 0]
+        self._s3().delete(there)
+        return len(there)
+
+    def set_aside(self, key: str) -> None:
+        """Delete it: a copy for a look would cost a round trip of its bytes."""
+        self._s3().delete([self._name(key)])
+
+    def clear(self) -> int:
+        """See ``Backend.clear``."""
+        gone = 0
+        batch: list[str] = []
+        for name in self._s3().below(self._prefix):
+            batch.append(name)
+            if len(batch) == BOUNCE_PAGES:
+                self._s3().delete(batch)
+                gone, batch = gone + len(batch), []
+        self._s3().delete(batch)
+        return gone + len(batch)
+
+    def health(self) -> dict[str, Any]:
+        """Asks the bucket. Raises OSError when it does not answer."""
+        self._s3().check_bucket()
+        return {
+            "bucket": self._target.bucket,
+            "endpoint": self._target.host(),
+            "late_transfers": self._buffers.late_count(),
+            "direct_io": False,
+            "direct_io_reason": "objects have none",
+        }
+
+    # ------------------------------------------------------------ places
+
+    def _s3(self) -> S3Client:
+        if self._client is None:
+            raise RuntimeError("the NIXL store is not open")
+        return self._client
+
+    def _name(self, key: str) -> str:
+        return self._prefix + safe(key.removeprefix(f"{self._namespace}."))
+
+    def _parts(self, n: int) -> list[slice]:
+        step = self._buffers.count
+        return [slice(i, min(n, i + step)) for i in range(0, n, step)]
+
+    def _require_server(self) -> None:
+        """A refused connection is said in a moment; the plugin would take 25 s to say it."""
+        self._s3()
+        where = urlsplit(f"//{self._target.host()}")
+        port = where.port or (443 if self._target.tls() else 80)
+        socket.create_connection((where.hostname or "", port), self._timeout_s).close()
+
+
+class _Bounce:
+    """Page buffers that transfers use, handed out for one call at a time."""
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        self.count = count
+        self._page_bytes = page_bytes
+        self._memory: memoryview | None = None
+        self._free = list(range(count))
+        self._late: list[tuple[Late, list[int]]] = []
+        self._changed = threading.Condition()
+
+    @property
+    def memory(self) -> memoryview:
+        """Allocated at first use."""
+        if self._memory is None:
+            self._memory = memoryview(mmap.mmap(-1, self.count * self._page_bytes))
+        return self._memory
+
+    def take(self, n: int, timeout_s: float) -> "_Slots":
+        """``n`` buffers at once.
+
+        Raises:
+            TimeoutError: they did not come free: late transfers hold them, or many threads.
+        """
+        with self._changed:
+            self._recover()
+            if not self._changed.wait_for(lambda: len(self._free) >= n, timeout_s):
+                raise TimeoutError("no transfer buffers came free")
+            numbers = [self._free.pop() for _ in range(n)]
+        step = self._page_bytes
+        return _Slots(self, numbers, [self.memory[i * step : (i + 1) * step] for i in numbers])
+
+    def give(self, numbers: list[int], late: Late | None) -> None:
+        with self._changed:
+            if late is None:
+                self._free += numbers
+                self._changed.notify_all()
+            else:
+                self._late.append((late, numbers))
+
+    def _recover(self) -> None:
+        still = []
+        for late, numbers in self._late:
+            if late.ended():
+                self._free += numbers
+            else:
+                still.append((late, numbers))
+        self._late = still
+
+    def late_count(self) -> int:
+        with self._changed:
+            self._recover()
+            return len(self._late)
+
+    def abandon(self) -> list[Late]:
+        """The transfers that still run; their buffers live as long as they."""
+        with self._changed:
+            found, self._late = [late for late, _ in self._late], []
+            return found
+
+
+class _Slots:
+    """Buffers of one call; given back at its end, or when its late transfer ends."""
+
+    def __init__(self, bounce: _Bounce, numbers: list[int], pages: list[memoryview]) -> None:
+        self.pages = pages
+        self.late: Late | None = None
+        self._bounce = bounce
+        self._numbers = numbers
+
+    def mark(self) -> bytes:
+        """Mark every tail with noise, which no object ends in; returns it."""
+        noise = os.urandom(MARK_BYTES)
+        for page in self.pages:
+            page[-MARK_BYTES:] = noise
+        return noise
+
+    def __enter__(self) -> "_Slots":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bounce.give(self._numbers, self.late)
+
+
+def _reap() -> None:
+    with _late_lock:
+        _late[:] = [late for late in _late if not late.ended()]
