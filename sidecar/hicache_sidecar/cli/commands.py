@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "resolve": Command("controls", "after drift: adopt what the ranks have, or reapply what is desired"),
     "drain": Command("controls", "close admission and wait until idle"),
     "resume": Command("controls", "open admission again"),
-    "failover": Command("controls", "failover policy (not in this release)"),
+    "failover": Command("failover", "what happens when a store fails: show, set, unset, release"),
     "operations": Command("operations", "list operations, or show one"),
     "cancel": Command("operations", "cancel an operation; the old state is restored"),
     "history": Command("operations", "revisions: who, when, why, what"),

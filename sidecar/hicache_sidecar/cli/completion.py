@@ -14,9 +14,12 @@ _POSITIONAL = {
     "bypass": ("on", "off"),
     "resolve": ("adopt", "reapply"),
     "completion": SHELLS,
+    "failover": ("show", "set", "unset", "release"),
 }
 _VALUES = {
     "--mode": MODES,
+    "--reconnect": ("on", "off"),
+    "--watch": ("reads", "reads_and_writes"),
     "--prefetch-policy": PREFETCH_POLICIES,
     "--write-policy": WRITE_POLICIES,
     "-o": ("table", "json"),
@@ -40,6 +43,8 @@ _OPTIONS = {
     "resolve": "--reason --timeout",
     "drain": "--timeout --hold --reason",
     "watch": "--after --count",
+    "failover": "--spare --reconnect --mode --watch --confirm --min-stay --steady --backoff --backoff-max "
+    "--flap-window --wait --timeout --flap-limit --policies --reason",
     "demo": "--keep",
 }
 

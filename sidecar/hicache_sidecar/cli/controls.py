@@ -1,4 +1,4 @@
-"""Switches around the attached backend: clear, bypass, resolve, drain, resume, failover."""
+"""Switches around the attached backend: clear, bypass, resolve, drain, resume."""
 
 from hicache_sidecar.cli import arguments as args
 from hicache_sidecar.cli.changes import print_answer
@@ -64,15 +64,3 @@ def run_resume(context: Context, arguments: list[str]) -> int:
     """Open admission."""
     args.parse(context, args.parser("resume", "Open admission again."), arguments)
     return print_answer(context, context.ask({"type": "resume"}))
-
-
-def run_failover(context: Context, arguments: list[str]) -> int:
-    """Say that this release has no failover policy, as the HTTP route does (404)."""
-    from hicache_proto.errors import NotFound
-
-    made = args.parser("failover", "Failover policy. Not in this release: it only says so.")
-    args.parse(context, made, arguments)
-    raise NotFound(
-        "the failover policy is not in this release",
-        hint="a failing store can be taken out by hand: hicachectl bypass on, or hicachectl detach",
-    )

@@ -4,12 +4,13 @@ Every method raises ``HicacheError`` when the sidecar refuses or the operation f
 sidecar goes away (outcome unknown; ``operation_id`` says what to ask for). Durations are seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 import msgspec
 
 from hicache_proto import api
+from hicache_proto.failover import FailoverDocument, FailoverPolicy, FailoverRequest, SetFailoverRequest
 from hicache_proto.model import KnobValue
 from hicache_sidecar.client.connection import CONNECT_TIMEOUT_S, GRACE_S, REQUEST_TIMEOUT_S, Connection, OnProgress
 
@@ -84,6 +85,10 @@ class Client:
         """Revisions with who, when, why and how."""
         return self._read(api.HistoryRequest(), api.HistoryDocument)
 
+    def failover(self) -> FailoverDocument:
+        """Failover policies and where they stand."""
+        return self._read(FailoverRequest(), FailoverDocument)
+
     def watch(
         self, last_event_id: int | None = None, quiet_timeout_s: float | None = None
     ) -> Iterator[api.EventDocument]:
@@ -151,6 +156,23 @@ class Client:
     def clear(self, confirm: str, timeout_s: float = api.DEFAULT_TIMEOUT_S) -> api.ClearAnswer:
         """Delete the pages of namespace ``confirm`` from the attached store."""
         return self._change(api.ClearRequest(confirm=confirm, timeout_s=timeout_s), api.ClearAnswer)
+
+    def set_failover(
+        self,
+        policies: Mapping[str, FailoverPolicy | None] | None = None,
+        *,
+        keep_others: bool = False,
+        release: bool = False,
+        reason: str = "",
+    ) -> FailoverDocument:
+        """Set failover policies (None removes one, with ``keep_others``), or release a hold."""
+        request = SetFailoverRequest(
+            policies=None if policies is None else dict(policies),
+            keep_others=keep_others,
+            release=release,
+            reason=reason,
+        )
+        return self._read(request, FailoverDocument)
 
     def _read(self, request: Any, document: type[T]) -> T:
         return msgspec.convert(self.connection.call(request, REQUEST_TIMEOUT_S, self.on_progress), document)

@@ -235,6 +235,7 @@ def test_every_request_of_the_api_has_a_client_method(tmp_path: Path) -> None:
         "bypass": lambda c: c.bypass(True), "resolve": lambda c: c.resolve("adopt"), "drain": lambda c: c.drain(),
         "resume": lambda c: c.resume(), "operations": lambda c: c.operations(), "cancel": lambda c: c.cancel("x"),
         "history": lambda c: c.history(), "rollback": lambda c: c.rollback(1), "watch": lambda c: list(c.watch()),
+        "failover": lambda c: c.failover(), "set_failover": lambda c: c.set_failover(release=True),
     }  # fmt: skip
     tags = {str(t.__struct_config__.tag) for t in api.ApiRequest.__args__}
     assert set(calls) == tags

@@ -259,11 +259,6 @@ def test_drain_that_ran_out_exits_4(ctl: Any) -> None:
     assert ctl("drain", answer={"success": False, "state": "draining", "message": "still draining"}).code == 4
 
 
-def test_failover_says_that_it_is_not_there(ctl: Any) -> None:
-    ran = ctl("-o", "json", "failover")
-    assert (ran.code, ran.bodies, ran.json["error"]["code"]) == (1, [], "not_found")
-
-
 def test_watch_prints_one_document_per_line(ctl: Any) -> None:
     def events(peer: Peer, request: control.Request) -> None:
         for number in (1, 2, 3):
