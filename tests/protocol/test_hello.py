@@ -4,9 +4,10 @@ import secrets
 
 import pytest
 import trio
-from tests.protocol.support import dealer, endpoint, receive, rig, stub_sees
+from tests.protocol.support import ADMIN, WAIT_S, dealer, endpoint, receive, rig, stub_sees
 
-from hicache_proto.hooklink import RankHello, encode
+from hicache_proto import api
+from hicache_proto.hooklink import Notice, RankHello, encode
 from hicache_proto.model import EffectiveState, RankIdentity
 from hicache_proto.version import PROTOCOL_VERSION
 
@@ -102,3 +103,17 @@ async def test_a_frontend_follows_the_ranks_not_the_operations(tmp_path):
         assert front.views[1].prefetch_policy == "timeout"
         stub.do(front.hello)
         await stub_sees(stub, lambda: [view.backend for view in front.views] == [None, "dynamic", "dynamic"])
+
+
+async def test_drift_that_a_rank_noticed_is_an_event(tmp_path):
+    """The engine's own admin call behind our back: said at once, by the rank that saw it."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        stream = side.coordinator.watch(api.WatchRequest(), ADMIN)
+        assert (await anext(stream)).kind == "snapshot"
+        rank = stub.ranks[1]
+        detail = "the engine's own attach: none -> file"
+        stub.do(lambda: rank.send(Notice(session=rank.session, kind="drift", report=rank.report(), detail=detail)))
+        with trio.fail_after(WAIT_S):
+            event = await anext(stream)
+        await stream.aclose()
+        assert (event.kind, event.data) == ("drift", {"rank": 1, "detail": detail})

@@ -15,6 +15,7 @@ clear, drain), ``past`` (operations, history, roll-back, resolve), ``restart`` (
 ``failover`` (policies).
 """
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ import trio
 from hicache_proto import __version__, api
 from hicache_proto.errors import InvalidRequest
 from hicache_proto.failover import FailoverRequest, SetFailoverRequest
-from hicache_proto.hooklink import Describe
+from hicache_proto.hooklink import Describe, Notice
 from hicache_sidecar.core.actor import Actor, authorize
 from hicache_sidecar.core.faults import OFF, Faults
+from hicache_sidecar.core.redaction import redact_text
 from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine import status
 from hicache_sidecar.engine.changes import Changes
@@ -47,6 +49,8 @@ from hicache_sidecar.engine.restart import Restart
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.transact import Transactor
 from hicache_sidecar.store.journal import Journal
+
+log = logging.getLogger("hicache_sidecar.engine")
 
 # What an operator changes about storage: a failover must not go across it.
 OPERATORS_CHANGES = (
@@ -76,6 +80,7 @@ class Coordinator:
         self.restart = Restart(ctx, self.changes)
         self.failover = FailoverDriver(ctx, self.changes, self.direct)
         ctx.registry.on_session.append(self._show_session)
+        ctx.registry.on_notice.append(self._show_notice)
 
     @property
     def registry(self) -> Registry:
@@ -196,6 +201,12 @@ class Coordinator:
             connected=session.alive,
             why=session.why_lost,
         )
+
+    def _show_notice(self, session: Session, notice: Notice) -> None:
+        """Drift that a rank noticed by itself, and the end of a lease: in the log and the events."""
+        if notice.kind != "idle":  # that one was asked for
+            log.warning("rank %d: %s: %s", session.rank, notice.kind, redact_text(notice.detail))
+            self.ctx.hub.publish(notice.kind, rank=session.rank, detail=redact_text(notice.detail))
 
 
 def _merge_backends(answers: dict[int, RankAnswer]) -> list[dict[str, Any]]:
