@@ -41,6 +41,7 @@ class StoreContext(msgspec.Struct, frozen=True):
     layout: str
     tp_rank: int = 0
     tp_size: int = 1
+    pp_size: int = 1
 
 
 class Backend(Protocol):

@@ -16,6 +16,7 @@ from hicache_hooks.backends import registry
 from hicache_hooks.backends.base import Backend, Manifest, StoreContext
 from hicache_hooks.backends.canary import Scratch, Sealer, run_canary
 from hicache_hooks.backends.options import StoreFacts
+from hicache_hooks.backends.probe import StoreProbe
 from hicache_hooks.cache.config import ResolvedConfig, Running, compare, knob_warnings, resolve
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.guard import Guard, describe_exception
@@ -72,7 +73,7 @@ class Parked:
         """
         stuck = self.set.stop(timeout_s)
         if not stuck and not self.set.close():
-            stuck = [report.name for report in self.set.threads() if report.alive]
+            stuck = self.set.still_inside()
         return stuck
 
 
@@ -203,6 +204,7 @@ class StorageAttachment:
             layout=facts.layout,
             tp_rank=facts.tp_rank,
             tp_size=facts.tp_size,
+            pp_size=facts.pp_size,
         )
         spec = registry.usable(config.backend)
         manifest = spec.manifest(config.options, self._env)
@@ -218,7 +220,9 @@ class StorageAttachment:
                 _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
         run_canary(backend, self._sealer, scratch, cancelled)
         inner = _inner(backend) or spec.inner(config.options)
-        guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner))
+        probe = StoreProbe(backend, self._sealer, scratch)
+        settings = running.knobs.guard
+        guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner, settings=settings, probe=probe))
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
         undo.callback(_drop_set, made, undo_failed)

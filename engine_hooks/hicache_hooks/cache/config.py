@@ -22,11 +22,13 @@ from hicache_hooks.cache.config_redact import redact, secret_fields
 from hicache_hooks.cache.config_source import config_format, read_text
 from hicache_hooks.cache.config_text import bad, kind, parse, safe_name
 from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.guard_settings import GUARD_KNOBS, PREFIX, GuardSettings, changed
 from hicache_proto.errors import InvalidConfig
 from hicache_proto.model import KNOBS, PREFETCH_POLICIES, WRITE_POLICIES, KnobValue, TargetState
 
 MAX_THRESHOLD_TOKENS = 1 << 30
 MAX_TIMEOUT_S = 86_400.0
+KEPT_BACK = (*KNOBS, *GUARD_KNOBS)  # keys of the extra config that the backend does not see
 # A digest goes to everybody who may read status; a slow hash keeps a short secret from being guessed out of it.
 _SECRET_ROUNDS = 10_000
 _TYPE_ERROR = re.compile(
@@ -88,9 +90,10 @@ def resolve(
     spec = registry.usable(target.backend)
     kept = current.config
     if target.extra_config is None and kept is not None and kept.backend == target.backend:
-        return Running(kept, _knobs(policies, _knob_values(current.knobs), target.knobs))
+        base = replace(policies, guard=current.knobs.guard)
+        return Running(kept, _knobs(base, _knob_values(current.knobs), target.knobs))
     values = {} if target.extra_config is None else load(target.extra_config, env)
-    own = {key: value for key, value in values.items() if key not in KNOBS}
+    own = {key: value for key, value in values.items() if key not in KEPT_BACK}
     options = typed_options(own, spec.options).effective(env)
     config = ResolvedConfig(
         backend=target.backend,
@@ -100,7 +103,7 @@ def resolve(
         digest=_digest(target.backend, options, env),
         namespace=namespace,
     )
-    inside = {key: value for key, value in values.items() if key in KNOBS}
+    inside = {key: value for key, value in values.items() if key in KEPT_BACK}
     return Running(config, _knobs(policies, inside, target.knobs))
 
 
@@ -118,7 +121,9 @@ def live_keys(
     start = policies if base is None else replace(
         base, prefetch_policy=policies.prefetch_policy, write_policy=policies.write_policy
     )  # fmt: skip
-    inside = _knob_values(current) if text_values is None else {k: v for k, v in text_values.items() if k in KNOBS}
+    if text_values is None:
+        return _knobs(replace(start, guard=current.guard), _knob_values(current), target.knobs)
+    inside = {key: value for key, value in text_values.items() if key in KEPT_BACK}
     return _knobs(start, inside, target.knobs)
 
 
@@ -146,7 +151,7 @@ def typed_options(values: dict[str, Any], options: type[BackendOptions]) -> Back
     known = sorted(f.encode_name for f in msgspec.structs.fields(options))
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, [*known, *KNOBS], n=1)
+            near = difflib.get_close_matches(key, [*known, *KEPT_BACK], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known) or '(none)'}"
             raise bad(f"unknown option {safe_name(key)}{hint}", "unknown_key", suggestion=near[0] if near else None)
     try:
@@ -179,8 +184,9 @@ def compare(current: Running, target: Running) -> Difference:
 
 def _changed_live(was: Knobs, will: Knobs) -> list[str]:
     names = {"prefetch_policy": "hicache_storage_prefetch_policy", "write_policy": "hicache_write_policy"}
-    changed = (f.name for f in fields(Knobs) if getattr(was, f.name) != getattr(will, f.name))
-    return sorted(names.get(name, name) for name in changed)
+    differ = [f.name for f in fields(Knobs) if f.name != "guard" and getattr(was, f.name) != getattr(will, f.name)]
+    guards = [f.name for f in fields(GuardSettings) if getattr(was.guard, f.name) != getattr(will.guard, f.name)]
+    return sorted([*(names.get(name, name) for name in differ), *(PREFIX + name for name in guards)])
 
 
 def _changed_options(was: ResolvedConfig, will: ResolvedConfig) -> list[str]:
@@ -220,8 +226,21 @@ def _knobs(base: Knobs, inside: Mapping[str, Any], over: Mapping[str, Any]) -> K
                 "unknown_key",
                 suggestion=near[0] if near else None,
             )
-    changes: dict[str, Any] = {key: knob(key, value) for key, value in values.items()}
-    return replace(base, **changes)
+    changes: dict[str, Any] = {key: knob(key, value) for key, value in values.items() if key in KNOBS}
+    return replace(base, **changes, guard=_guard(base.guard, values))
+
+
+def _guard(base: GuardSettings, values: Mapping[str, Any]) -> GuardSettings:
+    for key in GUARD_KNOBS:
+        if key in values:
+            try:
+                base = changed(base, key, values[key])
+            except ValueError as exc:
+                said = str(exc)
+            else:
+                continue
+            raise _bad_knob(key, said, values[key])
+    return base
 
 
 def knob(key: str, value: object) -> KnobValue:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from hicache_hooks.guard_settings import GUARD_KNOBS
 from hicache_proto.model import KNOBS
 
 MASK = "***"
@@ -35,7 +36,7 @@ def redact(text: str, values: dict[str, Any], secret_names: Collection[str] = ()
 
 def is_secret_name(name: str) -> bool:
     """True when an option of this name holds a secret by itself; a ``*_file`` holds a path."""
-    if name in KNOBS:
+    if name in KNOBS or name in GUARD_KNOBS:
         return False
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words or words[-1] in ("file", "path", "ttl", "s", "seconds"):

@@ -1,10 +1,12 @@
-"""Live keys of a storage set: the five prefetch knobs and the two policies (spec.md, "Attach").
+"""Live keys of a storage set: the five prefetch knobs, the two policies (spec.md, "Attach") and the guard's settings.
 
 They ride on the set, not on the controller, so that COMMIT's one reference swap moves them together with the
 backend and UNDO restores them exactly (F13, F20). A change of live keys alone replaces this frozen object.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from hicache_hooks.guard_settings import GuardSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Knobs:
     hicache_storage_pass_prefix_keys: bool = False
     prefetch_policy: str = "best_effort"
     write_policy: str = "write_through"
+    guard: GuardSettings = field(default_factory=GuardSettings)
 
     def prefetch_budget_s(self, tokens: int) -> float:
         """Budget of the ``timeout`` policy for a fetch of ``tokens`` tokens."""

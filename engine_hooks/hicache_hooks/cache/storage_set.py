@@ -150,6 +150,8 @@ class StorageSet:
     def set_knobs(self, knobs: Knobs) -> Knobs:
         """Replace the live keys; returns the former ones."""
         self.knobs, former = knobs, self.knobs
+        if self.guard is not None and knobs.guard != former.guard:
+            self.guard.configure(knobs.guard)
         return former
 
     def set_bypass(self, enabled: bool) -> bool:

@@ -24,6 +24,7 @@ from hicache_proto.errors import Internal, InvalidRequest
 from hicache_proto.model import (
     Capabilities,
     EffectiveState,
+    GuardReport,
     IdleReport,
     OpUsage,
     Plan,
@@ -95,6 +96,11 @@ class EmbeddedAdapter:
     def usage(self) -> dict[str, OpUsage]:
         """Of every store since the process started."""
         return self._usage.totals()
+
+    def guard(self) -> GuardReport | None:
+        """Of the installed store; None when detached."""
+        guard = self._installed.guard
+        return guard.report() if guard is not None else None
 
     def threads(self) -> list[ThreadReport]:
         """Of the installed set."""
