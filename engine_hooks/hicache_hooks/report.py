@@ -60,9 +60,8 @@ class Reporter:
             "usage": ask("usage", lambda: adapter.usage(), {}),
             "threads": ask("threads", lambda: adapter.threads(), []),
         }
-        guard = getattr(adapter, "guard", None)  # an engine that guards its stores another way has none
-        if guard is not None:
-            fields["guard"] = ask("guard", guard, None)
+        # An engine that guards its stores another way has no such method.
+        fields["guard"] = ask("guard", lambda: getattr(adapter, "guard", lambda: None)(), None)
         layers = ask("layers", lambda: adapter.layers(), {})
         left = None if view.lease_deadline is None else max(0.0, view.lease_deadline - self._clock())
         return RankReport(
