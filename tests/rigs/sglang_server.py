@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RIG = ROOT / "tests" / "rigs" / "sglang"
 START_S = 240.0  # 35 s on an idle machine with two cores
 CALL_S = 120.0
-TOKEN = "rig-token"
+TOKEN = "token-of-the-test-rig"
 ENGINE_KEY = {"Authorization": "Bearer adm"}
 FLAGS = {
     "tp1": ["--sleep-on-idle"],
@@ -117,6 +117,7 @@ class Stack:
         self.ranks = RANKS[topology]
         self._hooks, self._extra = hooks, list(extra)
         self._restarts = 0
+        self.lost = False  # a test sacrificed the server
         (self.root / "token").write_text(TOKEN)
         faults = [f"{point}=kill@{self.root}/{name}" for name, point in SIDECAR_POINTS.items()]
         (self.root / "sidecar.toml").write_text(
@@ -150,6 +151,11 @@ class Stack:
         process.wait_until("the server", lambda: "fired up and ready to roll" in process.text(), START_S)
         process.wait_until("/readyz of the sidecar", self.ready, 30.0)
         return server
+
+    def lose_server(self) -> None:
+        """It hangs: killed; the next test of this topology starts another."""
+        self.server.process.kill()
+        self.lost = True
 
     def kill_sidecar(self) -> None:
         """SIGKILL."""
@@ -239,15 +245,17 @@ class Fleet:
     def __init__(self, root: Path) -> None:
         self._root = root
         self.hooks = install_hooks(root / "hooks")
+        self._started = 0
         self._stack: Stack | None = None
         self._processes: Processes | None = None
 
     def get(self, topology: str) -> Stack:
         """The running stack of ``topology``, or a new one instead of what runs."""
-        if self._stack is None or self._stack.topology != topology:
+        if self._stack is None or self._stack.topology != topology or self._stack.lost:
             self.stop()
-            root = self._root / topology
-            root.mkdir(exist_ok=True)
+            self._started += 1
+            root = self._root / f"{topology}-{self._started}"
+            root.mkdir()
             self._processes = Processes(root)
             try:
                 self._stack = Stack(self._processes, topology, self.hooks)
@@ -258,7 +266,9 @@ class Fleet:
 
     def stop(self) -> None:
         """End what runs."""
-        processes, self._processes, self._stack = self._processes, None, None
+        processes, stack, self._processes, self._stack = self._processes, self._stack, None, None
+        if stack is not None:
+            stack.server.process.kill()  # its own way out drains for 12 s
         if processes is not None:
             processes.__exit__(None, None, None)
 
