@@ -63,6 +63,9 @@ KNOWN: dict[str, Entry] = {
     for name, module in (
         ("dynamic", "dynamic"),
         ("file", "file"),
+        ("mooncake", "mooncake"),
+        ("nixl", "nixl"),
+        ("redis", "redis"),
     )
 }
 

@@ -42,6 +42,13 @@ class Line:
 CATALOGUE: tuple[Line, ...] = (
     Line("dynamic", "dynamic"),
     Line("file", "file"),
+    Line("mooncake", "mooncake"),
+    Line("mooncake-peer", "mooncake", "peer"),
+    Line("nixl-obj", "nixl", "obj"),
+    Line("nixl-posix-aio", "nixl", "aio"),
+    Line("nixl-posix-posixaio", "nixl", "posix_aio"),
+    Line("nixl-posix-uring", "nixl", "uring"),
+    Line("redis", "redis"),
 )
 
 
