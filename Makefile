@@ -47,5 +47,8 @@ lint: $(READY)   ## ruff and mypy
 bench: $(READY)  ## medians, each with its comparison in the same run
 	$(PY) -m tests.bench
 
+crash-matrix: $(READY)  ## every fault point x fault x operation on real processes (under 40 minutes)
+	$(PY) -m tests.crash
+
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache
