@@ -26,11 +26,12 @@ class HostFailed(AssertionError):
 
 
 class CallFailed(AssertionError):
-    """The backend raised; ``kind`` is the exception's type."""
+    """The backend raised; ``kind`` is the exception's type, ``kinds`` all that it is."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, kind: str, text: str, kinds: list[str]) -> None:
         super().__init__(f"{kind}: {text}")
         self.kind = kind
+        self.kinds = kinds
 
 
 class Host:

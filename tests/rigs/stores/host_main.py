@@ -193,7 +193,7 @@ def serve(commands: int, answers: int) -> None:
                 answer["result"] = call(**request)
             except Exception as exc:
                 traceback.print_exc()
-                answer["raised"] = [type(exc).__name__, str(exc)[:500]]
+                answer["raised"] = [type(exc).__name__, str(exc)[:500], [cls.__name__ for cls in type(exc).__mro__]]
             answer["took_s"] = time.perf_counter() - began
             out.write(json.dumps(answer).encode() + b"\n")
             out.flush()

@@ -84,14 +84,13 @@ class WeedStand(ServerStand):
 
     def _s3(self, method: str, key: str, data: bytes = b"") -> int:
         client = S3Client(self.target(), 2.0)
+        connection = http.client.HTTPConnection(client._target.host(), timeout=2.0)
         try:
             headers = client._signed(method, client._target.path(key), "", data)
-            connection = http.client.HTTPConnection(client._target.host(), timeout=2.0)
             connection.request(method, client._target.path(key), data, headers)
-            status = connection.getresponse().status
-            connection.close()
-            return status
+            return connection.getresponse().status
         except http.client.HTTPException as exc:
             raise OSError(type(exc).__name__) from None
         finally:
+            connection.close()
             client.close()
