@@ -106,7 +106,7 @@ class Watch:
         breaker = self.breakers[side]
         if call.permit:
             breaker.end_probe(failed < 1.0)
-        elif timed_out:
+        elif timed_out and self._active_at - call.started >= self.settings.slow_s:
             breaker.record_timeout(call.started)
         else:
             breaker.record(call.started, failed=failed)
