@@ -135,12 +135,12 @@ def _strike(stand: Stand, cell: Cell, action: str, act: Act, stopped_at: float) 
         stand.release()
     if action == "stop":
         stand.sidecar.process.wait_until("stop", stand.sidecar_stopped, 10)
-    if action == "stop" or act in OUTSIDE_STOPS:
+    if action == "stop" or action.startswith("hang") or act in OUTSIDE_STOPS:
         stopped_at = stopped_at or time.monotonic()
     if cell.fault is Fault.SIDECAR_KILL:
         stand.restart_sidecar()
     elif stopped_at:
-        time.sleep(max(0.0, stopped_at + AWAY_S - time.monotonic()))  # the length of the stop, not a wait for news
+        time.sleep(max(0.0, stopped_at + AWAY_S - time.monotonic()))  # the length of the fault, not a wait for news
         stand.resume()
     if cell.fault is Fault.RANK_KILL:
         stand.restart_rank(VICTIM)

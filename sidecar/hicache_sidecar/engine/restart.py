@@ -18,6 +18,7 @@ import trio
 
 from hicache_proto.errors import HicacheError
 from hicache_proto.hooklink import AskReport, CallBody, Finalize, Undo
+from hicache_proto.transaction import RankPhase
 from hicache_sidecar.engine import status
 from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context, log
@@ -109,6 +110,7 @@ class Restart:
             case recovery.CommitB(n=n):
                 await self._write(partial(ctx.book.outcome_b, n, {}, message="decided by recovery"))
                 self.recovery.settled(n, b=True)
+                ctx.digest = ""  # of the new state: a rank that is final tells it
                 self._tell("committed", n, "every participant had switched")
             case recovery.AbortA(n=n, participants=ranks, why=why, recorded=recorded):
                 await self._send(n, ranks, Undo(reason=f"recovery: {why}"[:500]))
@@ -137,7 +139,9 @@ class Restart:
         ctx, desired = self.ctx, self.ctx.book.desired
         if not ctx.digest and desired is not None:
             for session in ctx.registry.live.values():
-                if session.report.state.revision == desired[1]:
+                # A rank in doubt shows the config that it switched to, under the revision that it may go back to.
+                settled = session.report.op_phase in ("", RankPhase.NONE)
+                if settled and session.report.state.revision == desired[1]:
                     ctx.digest = session.report.state.config_digest
         differ = {d.rank for d in status.drift(ctx.registry, desired[0] if desired else None, ctx.digest)}
         self.recovery.revision = desired[1] if desired else None
