@@ -171,9 +171,10 @@ class Guard:
 
     def open_for(self, kind: str) -> bool:
         """False when a call of this kind would be skipped. Reads attributes only."""
+        if self._bypass or self._closing:
+            return False
         side = self._watch.breakers[SIDE[kind]]
-        # Where traffic is the probe, only the call itself can find out whether it is its turn.
-        return not self._bypass and not self._closing and (side.closed or not self._watch.probes)
+        return side.closed or (not self._watch.probes and side.probe_in_s() == 0.0)
 
     def _why_not(self) -> str:
         return "closed" if self._closing else "bypass" if self._bypass else "breaker"
