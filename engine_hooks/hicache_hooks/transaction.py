@@ -37,7 +37,7 @@ from hicache_hooks.leases import Clock, Lease, checked_s
 from hicache_hooks.sets import Sets
 from hicache_hooks.verdict import Facts, View
 from hicache_hooks.waiting import Outbox, Waiting
-from hicache_hooks.world import Injector, WorldCommand
+from hicache_hooks.world import Injector, WorldCommand, agreed, could_switch
 from hicache_proto.errors import HicacheError, Internal, PrepareFailed, Quarantined
 from hicache_proto.hooklink import Call, Commit, Finalize, Freeze, Prepare, Thaw, Undo
 from hicache_proto.model import TargetState
@@ -218,6 +218,11 @@ class RankTransaction:
 
     def _commit(self, command: WorldCommand) -> None:
         refusal = None if self.record.hot else self._idle.refusal()
+        if self._world.ranks > 1 and not agreed(self._world, refusal is None and could_switch(self.record, command)):
+            # Rule 11: a swap may enter the engine's own collectives, so nobody begins one unless all will.
+            refusal = refusal or Internal(
+                "another rank of this world cannot switch now", details={"reason": "world_not_ready"}
+            )
         self._facts.commit_error = refusal
         self._lease_s[Do.ARM_IN_DOUBT] = command.lease_s
         before = self.record.phase
@@ -225,12 +230,7 @@ class RankTransaction:
         if self._world.ranks == 1:
             return
         mine = self.record.n == command.n and self.record.phase is RankPhase.SWITCHED
-        try:
-            agreed = self._world.agree(mine)
-        except Exception:
-            log.exception("operation %d: the world's agreement failed", command.n)
-            agreed = False
-        if mine and not agreed and before is not RankPhase.SWITCHED:
+        if not agreed(self._world, mine) and mine and before is not RankPhase.SWITCHED:
             self._feed(On.UNDO, command.n)  # rule 11: one no and all swap back in this step
 
     # ------------------------------------------------------------------ what goes on by itself

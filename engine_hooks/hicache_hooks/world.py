@@ -12,10 +12,15 @@ work succeeded, before any command makes all ranks act together.
 An engine adapter implements ``Injector``; a world of one rank uses ``Alone``.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+
+from hicache_proto.transaction import RankPhase, RankRecord
+
+log = logging.getLogger(__name__)
 
 
 class WorldCommand(msgspec.Struct, frozen=True):
@@ -63,9 +68,11 @@ class Injector(Protocol):
         """
 
     def agree(self, ok: bool) -> bool:
-        """Every rank of the world calls it once per COMMIT, in the same iteration: True when all said True.
+        """Every rank of the world calls it twice per COMMIT, in the same iteration: True when all said True.
 
-        The one collective of an operation; the adapter bounds it by the engine's own collective time-out.
+        First whether each would switch, for a swap may enter the engine's own collectives (SGLang makes communication
+        groups) and a rank that stays out would hang the others; then whether each did. The only collectives of our
+        own; the adapter bounds them by the engine's own collective time-out.
         """
 
 
@@ -90,3 +97,19 @@ class Alone:
     def agree(self, ok: bool) -> bool:
         """One voice."""
         return ok
+
+
+def could_switch(record: RankRecord, command: WorldCommand) -> bool:
+    """True when the table would let ``command``, a COMMIT, switch this rank, or has done so already."""
+    before = RankPhase.PREPARED if record.hot else RankPhase.FROZEN
+    ready = record.phase is RankPhase.SWITCHED or (record.phase is before and command.lease_alive)
+    return record.n == command.n and ready
+
+
+def agreed(world: Injector, mine: bool) -> bool:
+    """``world.agree``; a world whose agreement fails has said no."""
+    try:
+        return world.agree(mine)
+    except Exception:
+        log.exception("the world's agreement failed")
+        return False

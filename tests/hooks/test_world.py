@@ -146,16 +146,19 @@ def test_a_whole_operation(world: World) -> None:
     assert all(rank.hook.gate.is_open for rank in world.ranks)
 
 
-def test_one_no_and_all_swap_back_in_that_step(world: World) -> None:
-    """Rule 11, F11: rank 1 got work between FREEZE and COMMIT."""
+def test_one_no_and_nobody_begins_to_switch(world: World) -> None:
+    """Rule 11, F11, F33: rank 1 got work between FREEZE and COMMIT. A swap may enter the engine's collectives, so the
+    leader, which is ready, does not begin one that rank 1 would stay out of."""
     world.frozen()
     world.ranks[1].adapter.counters["ongoing_backup"] = 1
     answers = world.ask(Commit(in_doubt_s=10), 1)
     assert [a.ok for a in answers] == [False, False]
     assert answers[1].error is not None
     assert answers[1].error.code == "not_idle"
+    assert answers[0].error is not None
+    assert answers[0].error.details["reason"] == "world_not_ready"
     assert world.backends == [None, None]
-    assert world.ranks[0].adapter.calls.count("swap") == world.ranks[0].adapter.calls.count("swap_back") == 1
+    assert [rank.adapter.calls.count("swap") for rank in world.ranks] == [0, 0]
     assert all(a.ok for a in world.ask(Undo(), 1))
     for rank in world.ranks:
         rank.settle()
@@ -171,6 +174,7 @@ def test_a_swap_that_fails_on_one_rank_swaps_the_other_back() -> None:
     assert answers[1].error is not None
     assert answers[1].error.details["reason"] == "swap_failed"
     assert world.backends == [None, None]
+    assert world.ranks[0].adapter.calls.count("swap") == world.ranks[0].adapter.calls.count("swap_back") == 1
     assert all(a.ok for a in world.ask(Undo(), 1))
 
 

@@ -62,7 +62,7 @@ class SglangAdapter:
         self._builder = BackendBuilder(scheduler, self._namespace)
         self._usage = UsageTotals()
         self._seen: Any = None  # the guard that was counted last
-        self._swapping = False
+        self._unpublished = False  # the engine's own view follows when the outcome is known
         self.on_dead_threads: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ views (any thread)
@@ -97,7 +97,7 @@ class SglangAdapter:
     def layers(self) -> dict[str, str]:
         """Who believes what, when they disagree (F24)."""
         seen = self._live.layers()
-        return {} if self._swapping else seen
+        return {} if self._unpublished else seen
 
     # ------------------------------------------------------------------ off the scheduler thread
 
@@ -167,32 +167,25 @@ class SglangAdapter:
 
     def swap(self, new: object) -> object:
         """Install ``new``; returns what undoes it."""
-        old = self._live.parked()
-        self._swapping = True
+        old, before = self._live.parked(), self._unpublished
+        self._unpublished = True
         try:
-            match new:
-                case Parked():
-                    self._installer.install(new)
-                    self._live.installed(new)
-                    self._count(new.backend)
-                    return old
-                case LiveChange():
-                    self._installer.live(new.running)
-                    self._live.installed(Parked(new.running, old.backend, old.storage_config))
-                    return LiveChange(old.running)
-                case _:
-                    raise Internal(f"not a storage set: {type(new).__name__}")
-        finally:
-            self._swapping = False
+            return self._replace(old, new)
+        except BaseException:
+            self._unpublished = before
+            raise
 
     def swap_back(self, old: object) -> object:
-        """The same, the other way."""
-        return self.swap(old)
+        """The same, the other way. There will be no ``publish``: the view is set here."""
+        replaced = self.swap(old)
+        self.publish(old, 0)
+        return replaced
 
     def publish(self, installed: object, revision: int) -> None:
         """The engine's own view in this process; the frontend hook sees to the HTTP process."""
         del installed, revision  # the view is read from the live objects, not from what the operation says
         self._installer.show(self._live.running())
+        self._unpublished = False
 
     # ------------------------------------------------------------------ any thread, at once
 
@@ -224,6 +217,20 @@ class SglangAdapter:
                 f"backend {name!r} cannot use the host layout {layout!r}; it can use {', '.join(suited)}",
                 details={"layout": layout, "allowed": list(suited)},
             )
+
+    def _replace(self, old: Parked, new: object) -> object:
+        match new:
+            case Parked():
+                self._installer.install(new)
+                self._live.installed(new)
+                self._count(new.backend)
+                return old
+            case LiveChange():
+                self._installer.live(new.running)
+                self._live.installed(Parked(new.running, old.backend, old.storage_config))
+                return LiveChange(old.running)
+            case _:
+                raise Internal(f"not a storage set: {type(new).__name__}")
 
     def _count(self, backend: Any) -> None:
         """A guard that is met for the first time is counted from now on, whoever built it."""

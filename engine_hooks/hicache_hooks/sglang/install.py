@@ -66,16 +66,17 @@ class Installer:
             self._exchange(new)
         else:
             self._attach(new)
-        self.show(new.running)
 
     def live(self, running: Running) -> None:
         """Knobs and policies alone. Raises: nothing changed."""
         self._refuse_write_policy(running.knobs)
         self._live(running.knobs)
-        self.show(running)
 
     def show(self, running: Running) -> None:
-        """The engine's own view of this process, without secrets. Never raises: the view decides nothing."""
+        """The engine's own view of this process, without secrets. Never raises: the view decides nothing.
+
+        Not part of ``install``: it waits for the outcome, and COMMIT's standstill is short.
+        """
         config, knobs = running.config, running.knobs
         fields = {
             "hicache_storage_backend": config.backend if config else None,
@@ -161,7 +162,8 @@ class Installer:
     def _live(self, knobs: Knobs) -> None:
         controller, tree = self._controller, self._tree
         attachment = tree._storage_attachment
-        attachment._apply_policies(knobs.prefetch_policy, knobs.write_policy)
+        if (tree.prefetch_stop_policy, controller.write_policy) != (knobs.prefetch_policy, knobs.write_policy):
+            attachment._apply_policies(knobs.prefetch_policy, knobs.write_policy)  # logs, which can cost milliseconds
         if not controller.enable_storage:
             return
         threshold = attachment.resolve_prefetch_threshold(knobs.prefetch_threshold)
