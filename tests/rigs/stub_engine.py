@@ -7,6 +7,7 @@ on ``wait_for``.
         stub.ranks[1].set(counters={"grammar_queue": 3})
 """
 
+import contextlib
 import os
 import queue
 import secrets
@@ -81,14 +82,15 @@ class StubEngine:
     def do(self, work: Callable[[], None]) -> None:
         """Run ``work`` in the stub's thread."""
         self._todo.put(work)
-        with self._wake_lock:
-            self._wake_out.send(b"")
+        with self._wake_lock, contextlib.suppress(zmq.Again):
+            # Not waited for: once the thread has ended there is no peer, and a PAIR without one blocks for ever.
+            self._wake_out.send(b"", zmq.DONTWAIT)
 
     def stop(self) -> None:
         """End the thread and free the sockets; raises what broke the thread."""
         if self._stop:
             return
-        self._stop = True
+        self._stop = True  # the thread may see it before the wake-up, and end
         self.do(lambda: None)
         self._thread.join(WAIT_S)
         self._wake_out.close(linger=0)

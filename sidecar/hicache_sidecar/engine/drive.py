@@ -45,7 +45,7 @@ from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
 from hicache_sidecar.engine.settings import EngineSettings
-from hicache_sidecar.engine.waiting import Blocking, IdleWatch
+from hicache_sidecar.engine.waiting import Alarm, Blocking, IdleWatch
 from hicache_sidecar.store.journal import Journal
 
 BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
@@ -103,6 +103,7 @@ class Drive:
             self.watch = IdleWatch(
                 self.nursery, self.registry, self.move.participants, lambda: self._post(CoordEvent(See.IDLE))
             )
+            self.alarm = Alarm(self.nursery, self._wake)
             try:
                 await self._run()
             except HicacheError as exc:  # out of the nursery's exception group, so that the caller can tell it
@@ -164,8 +165,8 @@ class Drive:
                 return self._inbox.popleft()
             if late:
                 return CoordEvent(see, detail=detail)
-            with trio.move_on_at(at):
-                await self._wake.park()
+            self.alarm.at_latest(at)
+            await self._wake.park()
 
     def _next_time(self) -> tuple[float, See, str]:
         phase = self.rec.phase

@@ -69,6 +69,8 @@ class FailoverDriver:
             if await self.keep() and isinstance(decision, Wait):
                 continue  # reports came while the journal was written
             match decision:
+                case Wait() if self.ctx.running is not None:
+                    await self.ctx.running.done.wait()  # nothing may be done meanwhile; its reports are many
                 case Wait(until=until):
                     with trio.move_on_at(max(until, trio.current_time() + LEAST_WAIT_S)):
                         await self.ctx.registry.changed.park()

@@ -32,6 +32,9 @@ class Frontends:
         while True:
             while await self._tell():  # reports may have changed meanwhile
                 pass
+            if (job := self._ctx.running) is not None:
+                await job.done.wait()  # an operation's many reports are no news until it ended
+                continue
             with trio.move_on_at(min(self._not_before.values(), default=math.inf)):
                 await registry.changed.park()
 

@@ -56,11 +56,16 @@ class Job:
     listeners: list[Progress] = field(default_factory=list)
     on_cancel: Callable[[], bool] | None = None  # set while a cancel can still restore the old state
     cancelled_early: bool = False
+    _secrets_of: str | None = None
+    _secrets: set[str] = field(default_factory=set)
 
     @property
     def known_secrets(self) -> set[str]:
         """Secret values of the target, to be scrubbed from what ranks say."""
-        return secrets_in(self.target.extra_config) if self.target is not None else set()
+        config = self.target.extra_config if self.target is not None else None
+        if config != self._secrets_of:  # asked for with every word of every rank
+            self._secrets_of, self._secrets = config, secrets_in(config)
+        return self._secrets
 
     def enter(self, phase: str, message: str = "") -> None:
         """Say where the operation stands, to its clients and to the event stream."""
@@ -84,7 +89,7 @@ class Job:
 
     def clean(self, text: str) -> str:
         """``text`` without secrets."""
-        return redact_text(text, self.known_secrets)
+        return redact_text(text, self.known_secrets) if text else text
 
     def result(self, rank: int, success: bool, message: str, stall_us: int | None = None) -> None:
         """Set one rank's result."""

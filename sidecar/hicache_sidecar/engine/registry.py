@@ -59,14 +59,11 @@ class Session:
     alive: bool = True
     why_lost: str = ""
     silent_since: float = math.inf  # the moment its connection was seen broken
+    id: str = field(init=False)
+    rank: int = field(init=False)
 
-    @property
-    def id(self) -> str:
-        return self.hello.session
-
-    @property
-    def rank(self) -> int:
-        return self.hello.identity.rank
+    def __post_init__(self) -> None:
+        self.id, self.rank = self.hello.session, self.hello.identity.rank
 
 
 @dataclass
@@ -87,6 +84,7 @@ class Registry:
     on_notice: list[Callable[[Session, Notice], None]] = field(default_factory=list)
     on_session: list[Callable[[Session], None]] = field(default_factory=list)
     _sessions: dict[str, Session] = field(default_factory=dict)
+    _live: dict[int, Session] | None = None  # ``live``, until a session begins or ends
     _alarm: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
 
     def __post_init__(self) -> None:
@@ -105,8 +103,10 @@ class Registry:
 
     @property
     def live(self) -> dict[int, Session]:
-        """Connected ranks, in rank order."""
-        return {rank: s for rank, s in sorted(self.ranks.items()) if s.alive}
+        """Connected ranks, in rank order; not to be changed. Asked for at every report: made when it changed."""
+        if self._live is None:
+            self._live = {rank: s for rank, s in sorted(self.ranks.items()) if s.alive}
+        return self._live
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -268,6 +268,7 @@ class Registry:
             self.incarnation = session.hello.incarnation
         before = self.ranks.get(session.rank)
         self.ranks[session.rank] = session
+        self._live = None
         if before is not None:
             same = before.hello.pid == session.hello.pid and before.hello.epoch == session.hello.epoch
             self._lose(before, "it said hello again" if same else "it was restarted", quiet=True)
@@ -289,6 +290,7 @@ class Registry:
             self._sessions.pop(session.id, None)
             return
         session.alive, session.why_lost = False, why
+        self._live = None
         self._sessions.pop(session.id, None)
         self.frontends.pop(session.id, None)
         if not quiet:

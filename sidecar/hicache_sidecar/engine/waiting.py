@@ -1,8 +1,9 @@
-"""The strict wait: find a moment at which every participant is idle, without polling (failures.md F5, F11).
+"""What an operation waits with: an idle moment, what blocks it, a time.
 
-Each busy rank is asked once for a notice at its next idle moment. When the last reports of all participants are
-idle, one freeze is tried; whoever got busy meanwhile refuses it, and the wait goes on with a growing pause, so that
-a fleet that is never idle together is not frozen again and again.
+The strict wait finds a moment at which every participant is idle, without polling (failures.md F5, F11). Each busy
+rank is asked once for a notice at its next idle moment. When the last reports of all participants are idle, one
+freeze is tried; whoever got busy meanwhile refuses it, and the wait goes on with a growing pause, so that a fleet
+that is never idle together is not frozen again and again.
 """
 
 import math
@@ -104,3 +105,28 @@ class Blocking:
         """Every blocker of every participant."""
         ranks = self._registry.ranks
         return idle.blockers({r: ranks[r].report.idle for r in self._ranks if r in ranks})
+
+
+class Alarm:
+    """Wakes a sleeper at a time that moves: one task for all of its waits, where a cancel scope per wait costs more
+    than the event that ends most of them."""
+
+    def __init__(self, nursery: trio.Nursery, sleeper: trio.lowlevel.ParkingLot) -> None:
+        self._sleeper = sleeper
+        self._at = math.inf
+        self._moved = trio.lowlevel.ParkingLot()
+        nursery.start_soon(self._run)
+
+    def at_latest(self, at: float) -> None:
+        """Ring at ``at`` (trio time), or before: the sleeper looks at its clock when it wakes."""
+        if at < self._at:
+            self._at = at
+            self._moved.unpark_all()
+
+    async def _run(self) -> None:
+        while True:
+            with trio.move_on_at(self._at) as scope:
+                await self._moved.park()
+            if scope.cancelled_caught:
+                self._at = math.inf
+                self._sleeper.unpark_all()
