@@ -141,9 +141,9 @@ class Watch:
             due = self._due(now)
             wait_s = self._wait_s(now)
         for call in late:
-            where = f"{call.kind} of {call.keys} keys" if not call.probe else "a probe"
-            log.warning("backend %s: %s runs for %.1f s in thread %s: given up",
-                        self._name, where, now - call.started, call.thread)  # fmt: skip
+            level = logging.DEBUG if call.probe else logging.WARNING
+            log.log(level, "backend %s: %s of %d keys runs for %.1f s in thread %s: given up",
+                    self._name, call.kind, call.keys, now - call.started, call.thread)  # fmt: skip
             if call.owner is not None:
                 self.tell_late(call.owner)
         for side in due:
@@ -267,7 +267,7 @@ class Watch:
         """*locked*."""
         sides = {side: breaker.snapshot() for side, breaker in self.breakers.items()}
         worse = max(sides.values(), key=lambda side: _WORSE.index(side.state))
-        late = self._deadlines.late()
+        late = [call for call in self._deadlines.late() if not call.probe]
         return GuardReport(
             name=self._name,
             breaker=worse.state,
