@@ -61,8 +61,10 @@ _PACKAGE = "hicache_hooks.backends"
 KNOWN: dict[str, Entry] = {
     name: Entry(name, f"{_PACKAGE}.{module}")
     for name, module in (
+        ("aibrix", "aibrix"),
         ("dynamic", "dynamic"),
         ("file", "file"),
+        ("hf3fs", "hf3fs"),
         ("mooncake", "mooncake"),
         ("nixl", "nixl"),
         ("redis", "redis"),

@@ -1,0 +1,331 @@
+"""Backend ``hf3fs``: one file per rank on a 3FS mount, moved by USRBIO, with its index inside.
+
+**Never run on a live 3FS**: developed and tested over an emulated ring (README, "hf3fs"). Each rank owns its own file,
+``<prefix>.<namespace>.<host>.<n>.bin``: the first ``n`` that no other process of this host holds, so that replicas and
+restarted ranks find a file of their own. Metadata needs no server (``hf3fs_index.py``); the ring is behind
+``hf3fs_ring.py``. A page that exists already is kept.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+from hicache_hooks.backends import hf3fs_ring
+from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.hf3fs_index import IndexFile, Slots, digest
+from hicache_hooks.backends.hf3fs_options import Hf3fsOptions, slots_of
+from hicache_hooks.backends.hf3fs_ring import Clients, Lane, RingFailed
+from hicache_hooks.backends.native import OpenState
+from hicache_hooks.backends.options import invalid
+from hicache_hooks.backends.registry import BackendSpec
+from hicache_proto.model import LAYOUTS
+
+MAX_FILES = 256  # ranks of one host and namespace
+CLOSE_WAIT_S = 5.0
+
+
+class Hf3fsStore:
+    """The ``Backend`` (see base.py)."""
+
+    manifest: ClassVar[Manifest] = Manifest(
+        name="hf3fs",
+        layouts=LAYOUTS,  # pages are copied through the ring's shared memory, whatever lies behind them
+        shared=False,
+        parallel_axes=("tp", "pp"),
+        summary="3FS by USRBIO; never run on a live 3FS",
+    )
+
+    def __init__(self, options: Hf3fsOptions, context: StoreContext) -> None:
+        """``options`` must be effective ones. No I/O."""
+        size, prefix = options.file_size, options.file_path_prefix
+        if not isinstance(size, int) or prefix is None or options.numjobs is None or options.entries is None:
+            raise invalid("file_size", "was not resolved", "missing_option")
+        self._prefix, self._size, self._context = prefix, size, context
+        self._numjobs, self._entries = options.numjobs, options.entries
+        self._timeout_s = options.client_timeout or 5.0
+        self._page_bytes = context.page_bytes
+        self._state = OpenState("hf3fs")
+        self._fd = -1
+        self._registered = False
+        self._io: Any = None
+        self._mount = ""
+        self._path = ""
+        self._index: IndexFile | None = None
+        self._slots = Slots(0)
+        self._clients: Clients | None = None
+
+    def open(self) -> None:
+        """Claim a file, read its index, register it with the ring.
+
+        Raises:
+            ImportError: no USRBIO. OSError: the mount or the file cannot be used. ForeignFile.
+        """
+        io = hf3fs_ring.load()
+        folder = there = os.path.dirname(self._prefix)
+        while not os.path.isdir(there):  # nothing is created beside an absent mount
+            there = os.path.dirname(there)
+        mount = io.extract_mount_point(there)
+        if not mount:
+            raise OSError(errno.ENODEV, "file_path_prefix does not lie on a 3FS mount")
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        try:
+            self._fd, self._path = self._claim()
+            os.ftruncate(self._fd, self._size)
+            count = slots_of(self._size, self._page_bytes)
+            index = IndexFile(self._fd, count, self._page_bytes, self._size, self._context.namespace)
+            self._slots = Slots(count, index.load() if index.prepare() else ())
+            io.register_fd(self._fd)
+            self._registered = True
+        except BaseException:
+            self._io = io
+            self._release()
+            raise
+        self._io, self._mount, self._index = io, mount, index
+        self._clients = Clients(
+            io, mount, self._fd, numjobs=self._numjobs, entries=self._entries, page_bytes=self._page_bytes
+        )
+        self._state.opened()
+
+    def _claim(self) -> tuple[int, str]:
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64] or "host"
+        space = blake2b(self._context.namespace.encode(), digest_size=8).hexdigest()
+        for number in range(MAX_FILES):
+            path = f"{self._prefix}.{space}.{host}.{number}.bin"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            except OSError:
+                os.close(fd)
+                raise
+            return fd, path
+        raise OSError(errno.EBUSY, f"all {MAX_FILES} files are in use")
+
+    def register(self, pool: memoryview) -> None:
+        """None: pages are copied through the ring's own memory."""
+
+    def close(self) -> None:
+        """Idempotent; also after an ``open`` that failed half-way."""
+        if not self._state.shut(CLOSE_WAIT_S) and self._fd < 0:
+            return
+        self._release()
+
+    def _release(self) -> None:
+        clients, self._clients, self._index = self._clients, None, None
+        if clients is not None:
+            clients.close()
+        if self._registered:
+            self._registered = False
+            with suppress(Exception):  # must come before the close: the number may be another file's soon
+                self._io.deregister_fd(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # -------------------------------------------------------------- traffic
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        """A page that exists already is kept. False: no slot is free, another thread writes it, or it did not move.
+
+        Raises:
+            RingFailed: not one could be written.
+        """
+        with self._state.inside():
+            index, clients = self._parts()
+            self._check(pages)
+            names = [digest(key) for key in keys]
+            todo = self._reserve(index, names, pages)
+            failed = self._write(index, clients, todo) if todo else None
+            self._slots.wait_written(names, self._timeout_s)
+            stored = self._slots.find(names)
+            if failed is not None and not any(stored):
+                raise failed
+            return stored
+
+    def _reserve(
+        self, index: IndexFile, names: Sequence[bytes], pages: Sequence[memoryview]
+    ) -> dict[bytes, tuple[int, memoryview]]:
+        """Slots for what is new. The entry of a page that makes room goes before the new page comes (index, rule 1)."""
+        todo: dict[bytes, tuple[int, memoryview]] = {}
+        for name, page in zip(names, pages, strict=True):
+            taken = self._slots.reserve(name) if name not in todo else None
+            if taken is None:
+                continue
+            slot, stale = taken
+            try:
+                if stale:
+                    index.drop(slot)
+            except OSError:
+                self._slots.give_back(name, slot, late=True)  # its old entry is still in the file
+                for other, (held, _) in todo.items():
+                    self._slots.give_back(other, held)
+                raise
+            todo[name] = slot, page
+        return todo
+
+    def _write(
+        self, index: IndexFile, clients: Clients, todo: dict[bytes, tuple[int, memoryview]]
+    ) -> RingFailed | None:
+        left = dict(todo)
+        failed: RingFailed | None = None
+        lane: Lane | None = None
+        try:
+            lane = clients.take(read=False, timeout_s=self._timeout_s)
+            while left and failed is None:
+                part = list(left.items())[: clients.entries]
+                offsets = [index.data_at + slot * self._page_bytes for _, (slot, _) in part]
+                try:
+                    moved = lane.run(offsets, [page for _, (_, page) in part], self._timeout_s)
+                except RingFailed as exc:
+                    failed = exc
+                    for place, (name, (slot, _)) in enumerate(part):
+                        self._slots.give_back(name, slot, late=place in exc.late)
+                        del left[name]
+                    break
+                for (name, (slot, _)), whole in zip(part, moved, strict=True):
+                    if whole:
+                        index.put(slot, name, self._slots.next_seq())
+                        self._slots.publish(name, slot)
+                    else:
+                        self._slots.give_back(name, slot)
+                    del left[name]
+        finally:
+            if lane is not None:
+                clients.give(lane, read=False, spoilt=failed is not None and failed.spoilt)
+            for name, (slot, _) in left.items():
+                self._slots.give_back(name, slot)
+        return failed
+
+    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        """A page that is shorter than it should be is a miss, and is forgotten.
+
+        Raises:
+            RingFailed: the ring refused, or a request did not complete; the pages hold garbage.
+        """
+        with self._state.inside():
+            index, clients = self._parts()
+            self._check(pages)
+            slots = self._slots.pin([digest(key) for key in keys])
+            try:
+                wanted = [(i, slot) for i, slot in enumerate(slots) if slot is not None]
+                whole = self._read(index, clients, [(slot, pages[i]) for i, slot in wanted])
+            finally:
+                self._slots.unpin(slots)
+            out = [Got.MISS] * len(keys)
+            for (i, _), moved in zip(wanted, whole, strict=True):
+                if moved:
+                    out[i] = Got.HIT
+            broken = [keys[i] for (i, _), moved in zip(wanted, whole, strict=True) if not moved]
+            self._remove(index, [digest(key) for key in broken])
+            return out
+
+    def _read(self, index: IndexFile, clients: Clients, parts: list[tuple[int, memoryview]]) -> list[bool]:
+        if not parts:
+            return []
+        lane = clients.take(read=True, timeout_s=self._timeout_s)
+        spoilt = False
+        moved: list[bool] = []
+        try:
+            for at in range(0, len(parts), clients.entries):
+                part = parts[at : at + clients.entries]
+                offsets = [index.data_at + slot * self._page_bytes for slot, _ in part]
+                moved += lane.run(offsets, [page for _, page in part], self._timeout_s)
+        except RingFailed as exc:
+            spoilt = exc.spoilt
+            raise
+        finally:
+            clients.give(lane, read=True, spoilt=spoilt)
+        return moved
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        """From the index in memory: this rank alone writes its file."""
+        with self._state.inside():
+            self._parts()
+            return self._slots.find([digest(key) for key in keys])
+
+    def _parts(self) -> tuple[IndexFile, Clients]:
+        if self._index is None or self._clients is None:
+            raise RuntimeError("the hf3fs store is not open")
+        return self._index, self._clients
+
+    def _check(self, pages: Sequence[memoryview]) -> None:
+        for page in pages:
+            if page.nbytes != self._page_bytes:
+                raise ValueError(f"page buffer of {page.nbytes} bytes, expected {self._page_bytes}")
+
+    # -------------------------------------------------------------- upkeep
+
+    def _remove(self, index: IndexFile, names: Sequence[bytes] | None) -> int:
+        if names is not None and not names:
+            return 0
+        slots = self._slots.remove(names)
+        for slot in slots:
+            index.drop(slot)
+        self._slots.freed(slots)
+        return len(slots)
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Forget pages; missing ones are no error."""
+        with self._state.inside():
+            return self._remove(self._parts()[0], [digest(key) for key in keys])
+
+    def set_aside(self, key: str, reason: str) -> None:
+        """Forget the page: a slot cannot be kept for a look."""
+        self.delete([key])
+
+    def clear(self) -> int:
+        """Forget every page of this rank's file, which holds this namespace alone (F68)."""
+        with self._state.inside():
+            return self._remove(self._parts()[0], None)
+
+    def health(self) -> dict[str, Any]:
+        """Facts for status.
+
+        Raises:
+            OSError: the file is not there any more, or is another one.
+        """
+        with self._state.inside():
+            _, clients = self._parts()
+            mine, there = os.fstat(self._fd), os.stat(self._path, follow_symlinks=False)
+            if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+                raise OSError(errno.ESTALE, "the store's file was replaced")
+            return {
+                "inner": "usrbio",
+                "path": self._path,
+                "mount": self._mount,
+                "pages": self._slots.used,
+                "slots": self._slots.count,
+                "evicted_pages": self._slots.evicted,
+                "lost_slots": self._slots.lost,
+                "spoilt_clients": clients.spoilt,
+                "never_run_on_a_live_3fs": True,
+            }
+
+
+def _create(options: Any, context: StoreContext, env: Mapping[str, str]) -> Hf3fsStore:
+    del env
+    return Hf3fsStore(options, context)
+
+
+_missing: Callable[[], list[str]] = hf3fs_ring.missing
+
+SPEC = BackendSpec(
+    manifest=lambda options, env: Hf3fsStore.manifest,
+    options=Hf3fsOptions,
+    create=_create,
+    missing=_missing,
+    layouts=Hf3fsStore.manifest.layouts,
+    notes=(
+        "needs a 3FS mount and its Python package hf3fs_fuse; no package index has it",
+        "tested over an emulated ring; never run on a live 3FS",
+    ),
+    inner=lambda options: "usrbio",
+)
