@@ -16,7 +16,7 @@ from tests.rigs.procs import POLL_S, Process, Processes, ProcessFailed, Sidecar,
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RIG = ROOT / "tests" / "rigs" / "sglang"
-START_S = 240.0  # 35 s on an idle machine with two cores
+START_S = 600.0  # 35 s on an idle machine with two cores; a bound, not an expectation
 CALL_S = 120.0
 TOKEN = "token-of-the-test-rig"
 ENGINE_KEY = {"Authorization": "Bearer adm"}
@@ -112,10 +112,11 @@ def prompt(tokens: int = 2048) -> list[int]:
 class Stack:
     """Sidecar and SGLang of one topology, and directories for stores."""
 
-    def __init__(self, processes: Processes, topology: str, hooks: Path, *extra: str) -> None:
+    def __init__(self, processes: Processes, topology: str, hooks: Path, **env: str) -> None:
+        """``env``: more of the server's environment."""
         self.processes, self.topology, self.root = processes, topology, processes.root
         self.ranks = RANKS[topology]
-        self._hooks, self._extra = hooks, list(extra)
+        self._hooks, self._env = hooks, env
         self._restarts = 0
         self.lost = False  # a test sacrificed the server
         (self.root / "token").write_text(TOKEN)
@@ -137,7 +138,7 @@ class Stack:
         """SGLang with the hooks, ready when all its ranks are known to the sidecar."""
         port = free_port()
         argv = [str(RIG / "launch.sh"), str(rig_python().parent.parent), str(port), *FLAGS[self.topology],
-                "--enable-cache-report", "--enable-metrics", *self._extra]  # fmt: skip
+                "--enable-cache-report", "--enable-metrics"]  # fmt: skip
         self._restarts += 1
         process = self.processes.start(f"sglang-{self.topology}-{self._restarts}", argv, {
             "HICACHE_SIDECAR": self.sidecar.endpoint,
@@ -146,6 +147,7 @@ class Stack:
             ),
             "PYTHONPATH": f"{self._hooks}:{RIG / 'stores'}",
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "",
+            **self._env,
         })  # fmt: skip
         server = Server(process, port)
         process.wait_until("the server", lambda: "fired up and ready to roll" in process.text(), START_S)

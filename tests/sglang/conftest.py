@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.rigs.procs import ProcessFailed
 from tests.rigs.sglang_server import Fleet, Stack
 
 PLACES = {"none": 0, "tp1": 1, "tp2": 2, "dp2": 3}  # tests without a server come first
@@ -44,5 +45,10 @@ def topology() -> str:
 def stack(fleet: Fleet, topology: str) -> Stack:
     """The stack of the test's topology, clean."""
     running = fleet.get(topology)
-    running.clean()
+    try:
+        running.clean()
+    except (ProcessFailed, OSError):  # what an earlier test left, which has failed by itself
+        fleet.stop()
+        running = fleet.get(topology)
+        running.clean()
     return running

@@ -71,7 +71,7 @@ def test_the_engine_dies_in_an_operation(stack: Stack) -> None:
         until(lambda: _phase(stack) == "prepare", "an operation in PREPARE")
         stack.server.process.kill()
         code, answer = swap.result(CALL_S)
-    assert (code, answer["error"]["code"]) in {(502, "prepare_failed"), (503, "no_engine")}
+    assert (code, answer["error"]["code"]) in {(502, "prepare_failed"), (503, "no_engine")}, answer
     assert stack.status()["state"] == "engine_down"
     stack.server = stack.start_server()
     status = until(lambda: settled(stack), "the desired state", 60.0)

@@ -77,7 +77,7 @@ def test_one_rank_that_cannot_build_hangs_nobody(stack: Stack) -> None:
     code, answer = stack.put(stack.dynamic("OneRankFails", "one-rank"))
     assert (code, answer["error"]["code"]) == (502, "prepare_failed")
     assert "rank 1" in answer["error"]["message"]
-    assert "network card" in answer["error"]["message"]
+    assert "constructor failed: RuntimeError" in answer["error"]["message"]  # its text may hold secrets (F94)
     assert _seconds(lambda: stack.server.generate(prompt(256))) < usual_s + 1.0
     assert stack.status()["state"] == "detached"
     stack.attach("after", wait_timeout_s=10)

@@ -20,6 +20,7 @@ from hicache_proto.errors import Internal, InvalidRequest, LayoutUnsupported, Un
 from hicache_proto.model import (
     Capabilities,
     EffectiveState,
+    GuardReport,
     IdleReport,
     Mode,
     OpUsage,
@@ -87,6 +88,12 @@ class SglangAdapter:
         """Over all backends since the process started."""
         self._count(self._live.backend())
         return self._usage.totals()
+
+    def guard(self) -> GuardReport | None:
+        """Breakers and failed calls of what is attached; what failover decides on."""
+        report = getattr(self._live.backend(), "guard_report", None)
+        made: GuardReport | None = None if report is None else report()
+        return made
 
     def threads(self) -> list[ThreadReport]:
         """The engine's storage threads. Dead ones are told to ``on_dead_threads``."""

@@ -37,7 +37,7 @@ def create_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return offered
     built = original(*args, **kwargs)
     try:
-        return guard_storage(built)
+        return guard_storage(built, name=str(args[1] if len(args) > 1 else kwargs.get("backend_name", "")))
     except Exception:
         log.exception("the guard could not be put around %s; it is used as it is", type(built).__name__)
         return built
