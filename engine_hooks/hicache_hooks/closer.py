@@ -87,6 +87,9 @@ class Closer:
     def _attempt(self, ticket: int, parked: object) -> Closed:
         try:
             self._faults.hit("close", "before_apply")
+        except Exception as error:  # nothing was touched yet, so it can be tried again
+            return Closed(ticket, stuck=("close_not_begun",), error=str(error))
+        try:
             stuck = tuple(self._adapter.close(parked, self._timeout_s))
         except BaseException as error:
             # Its threads ended, or the adapter would have named them: what the store said is only told.

@@ -168,3 +168,17 @@ def test_a_backend_that_raises_in_close_is_told_and_not_retried() -> None:
     closer.close(object())
     closer.stop(10)
     assert [(c.stuck, "ZeroDivisionError" in c.error) for c in done] == [((), True)]
+
+
+def test_a_close_that_did_not_begin_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was touched: the set is open and said to be so until the next try. Found by the crash matrix."""
+    monkeypatch.setattr("hicache_hooks.closer.RETRY_FIRST_S", 0.01)
+    adapter = LightAdapter()
+    closed = threading.Event()
+    adapter.close = lambda parked, timeout_s: closed.set() or []  # type: ignore[method-assign,func-returns-value]
+    done: list[Any] = []
+    closer = Closer(adapter, done.append, Faults("close.before_apply=error"))
+    closer.close(object())
+    assert closed.wait(10)
+    closer.stop(10)
+    assert [c.stuck for c in done] == [("close_not_begun",), ()]

@@ -1,4 +1,4 @@
-"""What recovery takes for the desired config: that of a settled rank, never of one in doubt. Found by the crash matrix."""
+"""What recovery takes for the desired config: a settled rank's, never one in doubt. Found by the crash matrix."""
 
 import contextlib
 

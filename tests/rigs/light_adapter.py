@@ -104,9 +104,10 @@ class LightSet:
         if self.thread is not None:
             self.thread.join(timeout_s)
         self.closed += 1
-        if self._path:
+        path, self._path = self._path, ""
+        if path:
             os.close(self._file)
-            os.unlink(self._path)
+            os.unlink(path)
         pages, self.pages = self.pages, []
         self._ledger.give_back(pages)
         return []
