@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 ENV = "HICACHE_SIDECAR"
 LAUNCH_ENV = "HICACHE_LAUNCH"  # made by the first process of a launch, inherited by all others
 
-_pulls: list[Any] = []  # the pull of this process's scheduler
-
 
 def entry(environ: MutableMapping[str, str] = os.environ) -> None:
     """Entry point ``hicache_hooks`` of group ``sglang.srt.plugins``. Never raises."""
@@ -34,7 +32,7 @@ def entry(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _register(endpoint: str, environ: MutableMapping[str, str]) -> None:
-    from hicache_hooks.sglang import frontend, handover, versions
+    from hicache_hooks.sglang import frontend, handover, pull, versions
 
     refusal = versions.too_old(versions.engine_version())
     if refusal:
@@ -53,7 +51,7 @@ def _register(endpoint: str, environ: MutableMapping[str, str]) -> None:
         _scheduler_made(scheduler, endpoint, name, launch)
 
     HookRegistry.register(versions.INIT, scheduler_made, HookType.AFTER)
-    HookRegistry.register(versions.PULL, _pulled, HookType.AFTER)
+    HookRegistry.register(versions.PULL, pull.on_pull, HookType.AFTER)
     HookRegistry.register(versions.CREATE, handover.create_backend, HookType.AROUND)
     frontend.install(endpoint, engine_id=name, incarnation=launch)
 
@@ -61,15 +59,9 @@ def _register(endpoint: str, environ: MutableMapping[str, str]) -> None:
 def _scheduler_made(scheduler: Any, endpoint: str, name: str, launch: str) -> None:
     """AFTER hook of the scheduler's constructor."""
     try:
+        from hicache_hooks.sglang import pull
         from hicache_hooks.sglang.rank import SchedulerRank
 
-        _pulls[:] = [SchedulerRank(scheduler, endpoint, engine_id=name, incarnation=launch).pull]
+        pull.install(SchedulerRank(scheduler, endpoint, engine_id=name, incarnation=launch).pull)
     except Exception:
         log.exception("hicache hooks: this scheduler has no hook; it serves without a sidecar")
-
-
-def _pulled(requests: list[Any] | None, *_args: Any) -> list[Any] | None:
-    """AFTER hook of the pull. None keeps what was pulled."""
-    for pull in _pulls:
-        return pull(requests)  # type: ignore[no-any-return]
-    return None

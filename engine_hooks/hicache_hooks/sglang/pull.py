@@ -1,8 +1,8 @@
 """What runs at the engine's pull: once per loop iteration of every rank, before the broadcast.
 
 The only place where the hooks' scheduler-thread work happens by itself. A spinning scheduler comes here some
-thousand times a second, so the first test decides: nothing pending, admission open, nothing held (under 3 us with
-the engine's own wrapper). It runs while the engine is paused too, where its idle hook does not.
+thousand times a second, so ``on_pull`` first tests two attributes: nothing pending, nothing closed or held. It runs
+while the engine is paused too, where its idle hook does not.
 """
 
 import logging
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 class Pull:
     """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
 
-    __slots__ = ("_held", "_hook", "_leader", "_repair", "_repair_asked", "_waker", "_world")
+    __slots__ = ("_held", "_leader", "_repair", "_repair_asked", "_waker", "_world", "closed", "hook")
 
     def __init__(
         self, hook: RankHook, world: BroadcastWorld, held: Held, waker: Waker, repair: Callable[[], object]
     ) -> None:
         """``repair`` brings dead storage threads back."""
-        self._hook = hook
+        self.hook = hook
+        self.closed = False  # admission is closed, or something is held; follows at each pull that did something
         self._world = world
         self._held = held
         self._waker = waker
@@ -37,7 +38,7 @@ class Pull:
     def ask_repair(self) -> None:
         """*any thread*: run ``repair`` at the next pull."""
         self._repair_asked = True
-        self._hook.pending = True
+        self.hook.pending = True
         self._waker.wake()
 
     def __call__(self, requests: list[Any] | None) -> list[Any] | None:
@@ -45,8 +46,6 @@ class Pull:
 
         None keeps what was pulled.
         """
-        if not self._hook.pending and self._hook.gate.is_open and not self._held:
-            return None
         try:
             return self._work(requests)
         except Exception:
@@ -54,7 +53,7 @@ class Pull:
             return None
 
     def _work(self, requests: list[Any] | None) -> list[Any] | None:
-        hook = self._hook
+        hook = self.hook
         self._waker.clear()
         if hook.pending:
             hook.run_pending()
@@ -68,6 +67,7 @@ class Pull:
                 requests = [*self._held.release(), *requests]
         else:
             requests = self._held.hold(requests)
+        self.closed = not hook.gate.is_open or bool(self._held)
         if self._world.waiting:
             requests = [*requests, *self._world.take()]
         if hook.transaction.slicing:
@@ -77,3 +77,19 @@ class Pull:
     def executed(self) -> None:
         """A command of the world ran: the next pull must come soon (answers, and requests that are free now)."""
         self._waker.wake()
+
+
+_pull: Pull | None = None  # of this process's scheduler
+
+
+def install(pull: Pull | None) -> None:
+    """From now on ``on_pull`` is ``pull``."""
+    global _pull
+    _pull = pull
+
+
+def on_pull(requests: list[Any] | None, *_args: Any) -> list[Any] | None:
+    """AFTER hook of the engine's pull. None keeps what was pulled."""
+    if _pull is None or not (_pull.hook.pending or _pull.closed):
+        return None
+    return _pull(requests)

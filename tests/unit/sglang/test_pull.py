@@ -9,6 +9,7 @@ from tests.rigs.light_adapter import LightAdapter
 from tests.unit.sglang.test_held import Abort, Engine, Work
 
 from hicache_hooks.hook import RankHook
+from hicache_hooks.sglang import pull as pulling
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
 from hicache_hooks.sglang.wake import Waker
@@ -40,6 +41,7 @@ class Scheduler:
         self.repaired = threading.Event()
         self.pull = Pull(self.hook, self.world, Held(self.engine), Waker(None), self.repaired.set)
         self.world.bind(self, self.execute)
+        pulling.install(self.pull)
         self.ran: list[Any] = []
         self._calls = 0
 
@@ -49,7 +51,7 @@ class Scheduler:
 
     def loop(self, *pulled: Any) -> list[Any]:
         """One iteration; returns what the engine got to run."""
-        requests = self.pull(list(pulled))
+        requests = pulling.on_pull(list(pulled))
         requests = list(pulled) if requests is None else requests
         out = []
         for request in requests:
@@ -69,6 +71,7 @@ def scheduler() -> Iterator[Scheduler]:
     made = Scheduler()
     yield made
     made.hook.close()
+    pulling.install(None)
 
 
 def prepared(scheduler: Scheduler, n: int = 1) -> None:
@@ -83,8 +86,8 @@ def prepared(scheduler: Scheduler, n: int = 1) -> None:
 
 def test_an_idle_pass_changes_nothing(scheduler: Scheduler) -> None:
     """The pulled list itself goes on: None tells the engine's registry to keep it."""
-    assert scheduler.pull([Work("a")]) is None
-    assert scheduler.pull(None) is None
+    assert pulling.on_pull([Work("a")], object()) is None
+    assert pulling.on_pull(None) is None
 
 
 def test_a_freeze_holds_and_an_undo_releases_in_order(scheduler: Scheduler) -> None:
@@ -111,7 +114,7 @@ def test_a_manual_hold_and_its_release(scheduler: Scheduler) -> None:
 def test_commands_ride_behind_what_was_pulled(scheduler: Scheduler) -> None:
     scheduler.world.inject(WorldCommand("undo", 1))
     scheduler.hook.pending = True
-    requests = scheduler.pull(["x"])
+    requests = pulling.on_pull(["x"])
     assert requests is not None
     assert requests[0] == "x"
     assert decode(requests[1].data) == WorldCommand("undo", 1)
@@ -122,8 +125,9 @@ def test_a_rank_that_does_not_pull_gets_no_list() -> None:
     """The engine tells pulling ranks from others by None."""
     scheduler = Scheduler(leader=False, ranks=2)
     scheduler.send(Hold(name="drain", hold_s=30))
-    assert scheduler.pull(None) is None
+    assert pulling.on_pull(None) is None
     scheduler.hook.close()
+    pulling.install(None)
 
 
 def test_a_damaged_command_does_not_end_the_scheduler(scheduler: Scheduler) -> None:

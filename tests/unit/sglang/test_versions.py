@@ -2,7 +2,7 @@
 
 import pytest
 
-from hicache_hooks.sglang import ours, plugin, versions
+from hicache_hooks.sglang import ours, plugin, pull, versions
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,10 @@ def test_a_failure_never_reaches_the_engine(caplog: pytest.LogCaptureFixture, mo
     monkeypatch.setattr(plugin, "_register", broken)
     plugin.entry({plugin.ENV: "ipc:///x"})
     assert "serves without a sidecar" in caplog.text
-    plugin._pulls[:] = []
     monkeypatch.undo()
     plugin._scheduler_made(object(), "ipc:///x", "e", "i")
     assert "this scheduler has no hook" in caplog.text
-    assert plugin._pulled(["x"]) is None
+    assert pull.on_pull(["x"]) is None
 
 
 def test_ours_marks_this_thread_and_nests() -> None:
