@@ -65,7 +65,8 @@ class Gate:
     @property
     def deadline(self) -> float | None:
         """When the next hold ends (this gate's clock); None when open."""
-        return min(self._until.values(), default=None)
+        until = self._until  # asked for at every turn of the agent, and nearly always empty
+        return min(until.values()) if until else None
 
     def _set(self, until: dict[str, float]) -> None:
         self._until = until

@@ -304,8 +304,10 @@ class RankHook:
             return False
 
     def _deadline(self) -> float | None:
-        times = [t for t in (self.transaction.view.lease_deadline, self.gate.deadline) if t is not None]
-        return min(times, default=None)
+        lease, hold = self.transaction.view.lease_deadline, self.gate.deadline
+        if lease is None or hold is None:
+            return hold if lease is None else lease
+        return min(lease, hold)
 
     def _hello(self, session: str) -> RankHello:
         return RankHello(

@@ -66,15 +66,19 @@ def frame_length(header: bytes) -> int:
     return int(length)
 
 
-def check_depth(payload: bytes, limit: int = MAX_DEPTH) -> None:
+def check_depth(payload: bytes, limit: int = MAX_DEPTH, *, free: int | None = None) -> None:
     """Walk the msgpack structure of one message without decoding it.
+
+    Args:
+        free: a message with at most so many openers of containers is not walked, since it cannot nest deeper than
+            that; None: ``limit``.
 
     Raises:
         InvalidRequest: nested deeper than ``limit``, over ``MAX_ELEMENTS``, cut short, an unknown type byte, or bytes
             left over.
     """
     # A message with no more opener bytes than levels allowed cannot nest deeper; the decoder checks the rest.
-    if len(payload) - len(payload.translate(None, _OPENERS)) <= limit:
+    if len(payload) - len(payload.translate(None, _OPENERS)) <= (limit if free is None else free):
         return
     size, pos, budget = len(payload), 0, MAX_ELEMENTS
     remaining = [1]  # elements still to come, per open container; the outermost holds the message itself

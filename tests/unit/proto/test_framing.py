@@ -14,6 +14,8 @@ from tests.unit.proto.reference import Malformed, TooDeep, depth_of
 from hicache_proto import control, hooklink
 from hicache_proto.errors import HicacheError, InvalidRequest, TooLarge
 from hicache_proto.framing import HEADER, MAX_DEPTH, MAX_FRAME_BYTES, check_depth, encode_frame, frame_length
+from hicache_proto.hooklink import UNWALKED_CONTAINERS, Heartbeat, decode_from_hook, encode
+from hicache_proto.model import MANDATORY_COUNTERS, IdleReport, OpUsage, RankReport, ThreadReport
 
 pack = msgspec.msgpack.encode
 
@@ -174,3 +176,24 @@ def test_a_full_frame_of_tiny_elements_does_not_hold_the_loop(filler: bytes) -> 
     with pytest.raises(InvalidRequest, match="strings and containers"):
         check_depth(hostile)
     assert time.process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("levels", [1, MAX_DEPTH, 200, UNWALKED_CONTAINERS, UNWALKED_CONTAINERS + 1, 2000, 1_000_000])
+def test_nesting_on_the_rank_link_ends_one_way_or_the_other(levels: int) -> None:
+    """F95: a rank's message with few containers is not walked; the decoder's own limit ends what is left."""
+    heartbeat = b"\x83\xa4type\xa9heartbeat\xa7session\xa1x\xa1z" + b"\x91" * levels + b"\xc0"
+    with pytest.raises((InvalidRequest, msgspec.MsgspecError, RecursionError)):  # it has no report either
+        decode_from_hook(heartbeat)
+
+
+def test_an_honest_report_is_not_walked() -> None:
+    """Eight threads, five kinds of calls and every counter: walking it cost 0.4 ms, decoding 0.013 ms."""
+    report = RankReport(
+        idle=IdleReport(counters=dict.fromkeys(MANDATORY_COUNTERS, 3)),
+        usage={f"call {kind}": OpUsage(hit=300) for kind in range(5)},
+        threads=[ThreadReport(name=f"hicache-file-1-prefetch-{i}") for i in range(8)],
+    )
+    frame = encode(Heartbeat(session="s", report=report))
+    openers = len(frame) - len(frame.translate(None, bytes(range(0x80, 0xA0)) + b"\xdc\xdd\xde\xdf"))
+    assert MAX_DEPTH < openers < UNWALKED_CONTAINERS / 4
+    assert decode_from_hook(frame) == Heartbeat(session="s", report=report)
