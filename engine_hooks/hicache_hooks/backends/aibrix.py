@@ -1,0 +1,320 @@
+"""Backend ``aibrix``: AIBrix KVCache with its DRAM cache (L1) and one of its connectors (L2) behind one name.
+
+Rules:
+
+1. One page buffer, trailer included, is one block of the vendor's. Pages are copied in and out of its slabs.
+2. A batch counts as far as the vendor says, from the front; what lies behind a hole is asked for again. Reads ask
+   ``exists`` first and trust its prefix only, and a batch that came back shorter than that is read again one by one:
+   with SHFS ``get`` counts what it found, wherever the holes are, and hands out blocks that nobody filled.
+3. A put that was taken in part is asked for, page by page.
+4. A page that exists and cannot be read (another length) is removed, else it would be a stale hit for ever.
+5. The vendor's time-outs give memory back that a late read still fills. Such bytes are found by the page check.
+6. RocksDB belongs to one process: each rank has a directory of its own below ``rocksdb_root``, by namespace.
+"""
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from hicache_hooks.backends.aibrix_manager import end, make
+from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
+from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.native import OpenState
+from hicache_hooks.backends.options import invalid
+from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.slots import Slot, claim
+from hicache_proto.model import LAYOUTS
+
+log = logging.getLogger(__name__)
+
+BATCH = 32  # pages of one call of the vendor; its transit memory holds three such batches
+CLOSE_WAIT_S = 30.0
+RESET_EVERY = 512  # calls; the vendor's metrics are lists that grow until they are reset
+DEFAULT_ROCKSDB_ROOT = "~/.kv_cache_ol/rocksdb"  # the vendor's
+
+
+class AibrixStore:
+    """The ``Backend`` (see base.py)."""
+
+    manifest: ClassVar[Manifest] = Manifest(
+        name="aibrix",
+        layouts=LAYOUTS,
+        alignment=2 * BLOCK_TOKENS,
+        parallel_axes=("tp", "pp"),
+        summary="AIBrix KVCache: DRAM cache and a connector",
+    )
+
+    def __init__(self, options: AibrixOptions, context: StoreContext) -> None:
+        """``options`` must be effective ones. No I/O."""
+        if options.l1_capacity_gb is None or options.l2_backend is None:
+            raise invalid("l2_backend", "was not resolved", "missing_option")
+        self._options = options
+        self._page_bytes = context.page_bytes
+        self._namespace = context.namespace
+        self._l1_bytes = int(options.l1_capacity_gb * GIB)
+        self._state = OpenState("aibrix")
+        self._manager: Any = None
+        self._slot: Slot | None = None
+        self._hashes: Any = None  # the vendor's key class
+        self._calls = 0
+        self._upkeep = threading.Lock()
+
+    def open(self) -> None:
+        """Make the manager.
+
+        Raises:
+            BackendUnavailable: the package is not usable; others are the vendor's.
+        """
+        ours = {}
+        if self._options.l2_backend == "ROCKSDB":
+            root = os.path.expanduser(str(self._options.l2_options.get("rocksdb_root", DEFAULT_ROCKSDB_ROOT)))
+            self._slot = claim(os.path.join(root, self._namespace))
+            ours["rocksdb_root"] = self._slot.path
+        self._manager = make(self._page_bytes, self._options.settings(**ours), self._l1_bytes)
+        self._hashes = importlib.import_module("aibrix_kvcache").BlockHashes
+        self._state.opened()
+
+    def register(self, pool: memoryview) -> None:
+        """Pages are copied: none is needed."""
+
+    def close(self) -> None:
+        """Idempotent; waits for writes that the vendor still has in its queue.
+
+        Raises:
+            TimeoutError: calls are still inside; the manager is left alone for good.
+        """
+        try:
+            if self._state.shut(CLOSE_WAIT_S):
+                manager, self._manager = self._manager, None
+                end(manager)
+        finally:
+            if self._slot is not None and self._manager is None:
+                self._slot.release()
+
+    # -------------------------------------------------------------- traffic
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        """A key that exists is written again. False: not stored, for want of memory or for the connector's reasons.
+
+        Raises:
+            TimeoutError, RuntimeError: the connector does not answer.
+        """
+        todo = dict(zip(keys, pages, strict=True))
+        done: dict[str, bool] = {}
+        with self._state.inside():
+            self._check(pages)
+            for batch in _batches(list(todo)):
+                done.update(self._put(batch, [todo[key] for key in batch]))
+        return [done[key] for key in keys]
+
+    def _put(self, keys: list[str], pages: list[memoryview]) -> dict[str, bool]:
+        done: dict[str, bool] = {}
+        while keys:
+            status = self._manager.allocate_for(None, self._hashes(keys, BLOCK_TOKENS))
+            if not status.is_ok():
+                break
+            handle = status.get()
+            fits = len(handle)
+            for tensor, page in zip(handle.to_tensors(), pages, strict=False):
+                tensor.view(-1).copy_(_tensor(page))
+            status = self._manager.put(None, self._hashes(keys[:fits], BLOCK_TOKENS), handle)
+            self._called()
+            stored = status.get() // BLOCK_TOKENS if status.is_ok() else 0
+            done.update((key, True) for key in keys[:stored])
+            for key in keys[stored:fits]:  # rule 3
+                done[key] = self._prefix([key]) == 1
+            keys, pages = keys[fits:], pages[fits:]
+        done.update((key, False) for key in keys)
+        return done
+
+    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        """Raises as ``batch_put``, when nothing at all came back in time."""
+        todo = dict(zip(keys, pages, strict=True))
+        got: dict[str, Got] = {}
+        with self._state.inside():
+            self._check(pages)
+            for run, there in self._runs(list(todo)):
+                if there:
+                    got.update(self._get(run, [todo[key] for key in run]))
+                else:
+                    got.update((key, Got.MISS) for key in run)
+        for key, page in zip(keys, pages, strict=True):
+            if page is not todo[key] and got[key] is Got.HIT:
+                page[:] = todo[key]
+        return [got[key] for key in keys]
+
+    def _get(self, keys: list[str], pages: list[memoryview]) -> dict[str, Got]:
+        """Pages that ``exists`` has just found (rule 2)."""
+        status = self._manager.acquire(None, self._hashes(keys, BLOCK_TOKENS))
+        self._called()
+        if status.is_ok():
+            tokens, handle = status.get()
+            try:
+                whole = tokens // BLOCK_TOKENS == len(keys) == len(handle)
+                if whole:
+                    for tensor, page in zip(handle.to_tensors(), pages, strict=True):
+                        _tensor(page).copy_(tensor.view(-1))
+            finally:
+                handle.release()
+            if whole:
+                return dict.fromkeys(keys, Got.HIT)
+        if len(keys) > 1:
+            return {
+                k: got for key, page in zip(keys, pages, strict=True) for k, got in self._get([key], [page]).items()
+            }
+        if status.is_timeout() or status.is_cancelled() or status.is_out_of_memory():
+            return {keys[0]: Got.ERROR}
+        self._remove(keys)  # rule 4
+        return {keys[0]: Got.MISS}
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        """Raises as ``batch_put``."""
+        with self._state.inside():
+            found = {key: there for run, there in self._runs(list(dict.fromkeys(keys))) for key in run}
+        return [found[key] for key in keys]
+
+    def _runs(self, keys: list[str]) -> Iterator[tuple[list[str], bool]]:
+        """``keys`` in order, in runs of at most a batch that are all stored, or of one that is not."""
+        while keys:
+            n = self._prefix(keys[:BATCH])
+            if n:
+                yield keys[:n], True
+            if n < min(len(keys), BATCH):
+                yield [keys[n]], False
+                n += 1
+            keys = keys[n:]
+
+    def _prefix(self, keys: list[str]) -> int:
+        """How many of the first ``keys`` are stored without a gap."""
+        status = self._manager.exists(None, self._hashes(keys, BLOCK_TOKENS))
+        self._called()
+        if status.is_ok():
+            return int(status.get()) // BLOCK_TOKENS
+        if status.is_timeout() or status.is_cancelled():
+            raise TimeoutError("the aibrix connector did not answer in time")
+        if not status.is_not_found():
+            raise RuntimeError(f"the aibrix connector failed: {status.error_code.name}")
+        return 0
+
+    def _check(self, pages: Sequence[memoryview]) -> None:
+        for page in pages:
+            if page.nbytes != self._page_bytes:
+                raise ValueError(f"page buffer of {page.nbytes} bytes, expected {self._page_bytes}")
+
+    def _called(self) -> None:
+        self._calls += 1
+        if self._calls % RESET_EVERY == 0:
+            with suppress(Exception):  # only numbers that nobody reads
+                self._manager.metrics.reset()
+
+    # -------------------------------------------------------------- upkeep
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Remove pages. Raises as ``batch_put``."""
+        with self._state.inside():
+            there = [key for run, found in self._runs(list(dict.fromkeys(keys))) if found for key in run]
+            self._remove(there)
+        return len(there)
+
+    def _remove(self, keys: list[str]) -> None:
+        for batch in _batches(keys):
+            status = self._manager.delete(None, self._hashes(batch, BLOCK_TOKENS))
+            if not status.is_ok() and not status.is_not_found():
+                raise RuntimeError(f"the aibrix connector did not remove pages: {status.error_code.name}")
+
+    def set_aside(self, key: str, reason: str) -> None:
+        """Removed; nothing is kept for a look."""
+        log.warning("aibrix: a page failed its check (%s) and is removed", reason)
+        with self._state.inside():
+            self._remove([key])
+
+    def clear(self) -> int:
+        """Delete this namespace's pages (F68).
+
+        Raises:
+            RuntimeError: the connector has no way to list its pages.
+        """
+        with self._state.inside(), self._upkeep:
+            mine = [key for key in self._stored() if key.startswith(f"{self._namespace}.")]
+            self._remove(mine)
+        return len(mine)
+
+    def _stored(self) -> set[str]:
+        """Every key there is. The vendor's API has no such thing, so this looks into what it keeps."""
+        found: set[str] = set()
+        l1 = getattr(self._manager, "_l1_cache", None)
+        if l1 is not None:
+            with l1._cond_lock:
+                found.update(str(key.query._data[-1]) for key in list(l1._eviction_policy._hashmap))
+        connector = getattr(getattr(self._manager, "_l2_cache", None), "_backend", None)
+        if connector is None:
+            return found
+        raw: list[bytes]
+        if connector.name in ("RocksDB", "Mock"):
+            raw = list(connector.store.keys())
+        elif connector.name == "SHFS":
+            raw = [
+                bytes.fromhex(name)
+                for _, _, names in os.walk(connector.root_path)
+                for name in names
+                if not name.endswith(".tmp")
+            ]
+        else:
+            raise RuntimeError(f"pages of the connector {connector.name} cannot be listed, so they cannot be cleared")
+        return found | {item.decode(errors="replace") for item in raw}
+
+    def health(self) -> dict[str, Any]:
+        """Facts for status.
+
+        Raises:
+            RuntimeError: it is not open.
+        """
+        with self._state.inside():
+            l1 = getattr(self._manager, "_l1_cache", None)
+            options = self._options.l2_options
+            return {
+                "inner": self._options.inner,
+                "l1_capacity_bytes": self._l1_bytes,
+                "l1_used_bytes": len(l1) if l1 is not None else 0,
+                "path": self._slot.path if self._slot else str(options.get("shfs_root", "")) or None,
+                "rocksdb_ttl_s": options.get("rocksdb_ttl_s") if self._options.l2_backend == "ROCKSDB" else None,
+            }
+
+
+def _tensor(page: memoryview) -> Any:
+    import torch
+
+    return torch.frombuffer(page, dtype=torch.uint8)
+
+
+def _batches(keys: list[str]) -> Iterator[list[str]]:
+    return (keys[i : i + BATCH] for i in range(0, len(keys), BATCH))
+
+
+def manifest_of(options: AibrixOptions, env: Mapping[str, str]) -> Manifest:
+    """Shared only when the connector is: L1, RocksDB and the mock are this process's or this host's."""
+    shared = (options.l2_backend or "") not in LOCAL
+    base = AibrixStore.manifest
+    return Manifest(
+        name=base.name, layouts=base.layouts, alignment=base.alignment, shared=shared,
+        parallel_axes=base.parallel_axes, summary=base.summary,
+    )  # fmt: skip
+
+
+def _missing() -> list[str]:
+    return [] if importlib.util.find_spec("aibrix_kvcache") else ["package aibrix-kvcache (extra aibrix)"]
+
+
+SPEC = BackendSpec(
+    manifest=manifest_of,
+    options=AibrixOptions,
+    create=lambda options, context, env: AibrixStore(options, context),
+    missing=_missing,
+    layouts=AibrixStore.manifest.layouts,
+    notes=(f"connectors: {', '.join(CONNECTORS)}; ROCKSDB, SHFS and MOCK need no server",),
+    inner=lambda options: options.inner,
+)

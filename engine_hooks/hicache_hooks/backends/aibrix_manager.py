@@ -1,0 +1,123 @@
+"""The vendor's cache manager, made with settings of our own and ended whole.
+
+The manager reads its variables through one module of its package while it is built. For that time the module is given
+another view of the environment: the process's environment is not touched, so no other backend and no second ``aibrix``
+with other options sees a thing, and no other thread of the engine reads a half-changed one.
+"""
+
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, PREFIX
+from hicache_proto.errors import BackendUnavailable
+
+MODEL_TOKENS = 102_400  # as SGLang's adapter; without token validation nothing depends on it
+SLAB = 1 << 30  # the vendor's
+_building = threading.Lock()
+
+
+def load() -> Any:
+    """The package.
+
+    Raises:
+        BackendUnavailable: it is missing, or was loaded with token validation, which page keys cannot have.
+    """
+    try:
+        package = importlib.import_module("aibrix_kvcache")
+    except (ImportError, OSError) as exc:
+        missing = str(exc)[:200]
+    else:
+        if package.MemoryRegion.use_compact_layout():
+            return package
+        missing = f"{PREFIX}TOKEN_VALIDATION_ENABLED must be 0 when the engine starts"
+    raise BackendUnavailable(f"aibrix is not usable here: {missing}", details={"missing": [missing]})
+
+
+@contextmanager
+def vendor_settings(settings: Mapping[str, str]) -> Iterator[None]:
+    """While inside, the vendor's code reads ``settings`` over the process's variables."""
+    envs = importlib.import_module("aibrix_kvcache.envs")
+    seen = {**os.environ, **settings}
+    view = SimpleNamespace(getenv=seen.get, environ=seen, path=os.path)
+    with _building:
+        real, envs.os = envs.os, view
+        try:
+            yield
+        finally:
+            envs.os = real
+
+
+def device() -> str:
+    """Where the vendor's slabs live. Plain ``cpu`` means pinned memory to it, which fails without a GPU."""
+    import torch
+
+    named = os.environ.get(f"{PREFIX}DEVICE", "cpu").strip().lower()
+    return named if named != "cpu" or torch.cuda.is_available() else "cpu:0"
+
+
+def make(page_bytes: int, settings: Mapping[str, str], l1_bytes: int) -> Any:
+    """A manager whose blocks are our page buffers.
+
+    Raises:
+        BackendUnavailable: see ``load``; other exceptions are the vendor's. Nothing of it is left then.
+    """
+    import torch
+
+    package = load()
+    with warnings.catch_warnings():
+        # Its reads wrap bytes in a tensor; torch warns once per process, and that must not fail the first read.
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"0", dtype=torch.uint8)
+    allocator = importlib.import_module("aibrix_kvcache.memory.allocator").TensorPoolAllocator
+    manager_class = package.BaseKVCacheManager
+    with vendor_settings({**settings, f"{PREFIX}DEVICE": device()}):
+        spec = package.KVCacheBlockSpec(
+            BLOCK_TOKENS,
+            torch.uint8,
+            package.KVCacheBlockLayout.NCLD,
+            package.KVCacheTensorSpec([0], [0], page_bytes // (2 * BLOCK_TOKENS)),
+        )
+        if spec.block_nbytes != page_bytes:
+            raise ValueError(f"a block of {spec.block_nbytes} bytes for pages of {page_bytes}")
+        config = package.KVCacheConfig(spec, package.ModelSpec(MODEL_TOKENS), multi_threaded=True)
+        manager = manager_class.__new__(manager_class)  # so that a failed construction can be cleaned up
+        allocator.SLAB_MAX_NBYTES = _slab(page_bytes, l1_bytes)
+        try:
+            manager.__init__(config)
+        except BaseException:
+            end(manager)
+            raise
+        finally:
+            allocator.SLAB_MAX_NBYTES = SLAB
+    return manager
+
+
+def _slab(page_bytes: int, l1_bytes: int) -> int:
+    """The vendor rounds its memory up to slabs of 1 GiB and uses all of it in turn: a small need gets a small slab."""
+    transit = 3 * (512 // BLOCK_TOKENS) * page_bytes  # its own sum for reads and writes of L2
+    return min(SLAB, -(-(l1_bytes + transit) // page_bytes) * page_bytes)
+
+
+def end(manager: Any) -> None:
+    """Close a manager, also one whose construction failed. The vendor stops its event loop and forgets to close it."""
+    loop = getattr(manager, "_event_loop", None)
+    thread = getattr(manager, "_thread", None)
+    executor = getattr(manager, "_executor", None)
+    try:
+        if hasattr(manager, "_infight_cv"):
+            manager.close()
+    finally:
+        if thread is not None and thread.is_alive():
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+        if executor is not None:
+            executor.shutdown(wait=True)
+        if loop is not None and not loop.is_running():
+            loop.close()

@@ -1,0 +1,66 @@
+"""Stands of ``aibrix``: the real package with its DRAM cache, RocksDB, or files on a shared directory. No server."""
+
+import importlib.util
+import os
+from typing import Any
+
+from tests.rigs.stores.base import Stand
+
+
+class AibrixStand(Stand):
+    """DRAM alone. Small: a few pages of capacity, which evict."""
+
+    backend_name = "aibrix"
+    outlives_client = False
+    can_be_small = True
+    evicts_when_full = True
+
+    @staticmethod
+    def missing() -> str | None:
+        return None if importlib.util.find_spec("aibrix_kvcache") else "the package aibrix-kvcache is not installed"
+
+    def config(self) -> dict[str, Any]:
+        return {"l1_capacity_gb": self.small_pages * 65536 / 2**30 if self.small else 0.25, "l2_backend": ""}
+
+
+class AibrixRocksdbStand(AibrixStand):
+    """RocksDB alone, in a private directory."""
+
+    outlives_client = True
+    can_be_small = False
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "l1_capacity_gb": 0, "l2_backend": "ROCKSDB",
+            "l2_options": {"rocksdb_root": str(self.root / "rocks"), "rocksdb_ttl_s": 86400},
+        }  # fmt: skip
+
+
+class AibrixBothStand(AibrixRocksdbStand):
+    """DRAM before RocksDB."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "l1_capacity_gb": 8 / 1024}
+
+
+class AibrixShfsStand(AibrixStand):
+    """Files on a shared directory: the connector whose reads have holes."""
+
+    outlives_client = True
+    can_be_small = False
+
+    def config(self) -> dict[str, Any]:
+        return {"l1_capacity_gb": 0, "l2_backend": "SHFS", "l2_options": {"shfs_root": str(self.root / "shfs")}}
+
+    def shorten(self, key: str, namespace: str) -> bool:
+        (path,) = (self.root / "shfs").rglob(key.encode().hex())
+        os.truncate(path, path.stat().st_size // 2)
+        return True
+
+
+STANDS = {"": AibrixStand, "rocksdb": AibrixRocksdbStand, "both": AibrixBothStand, "shfs": AibrixShfsStand}
+
+
+def stand_class(variant: str) -> type[Stand]:
+    """By what stores the pages."""
+    return STANDS[variant]
