@@ -40,8 +40,13 @@ class Line:
 
 # Sorted by name.
 CATALOGUE: tuple[Line, ...] = (
+    Line("aibrix-l1", "aibrix"),
+    Line("aibrix-l1-rocksdb", "aibrix", "both"),
+    Line("aibrix-rocksdb", "aibrix", "rocksdb"),
+    Line("aibrix-shfs", "aibrix", "shfs"),
     Line("dynamic", "dynamic"),
     Line("file", "file"),
+    Line("hf3fs", "hf3fs", emulated=True),
     Line("mooncake", "mooncake"),
     Line("mooncake-peer", "mooncake", "peer"),
     Line("nixl-obj", "nixl", "obj"),
