@@ -7,7 +7,7 @@ from typing import Any
 
 from hicache_hooks.cache.config import Running, compare, knob_warnings
 from hicache_hooks.embedded.usage import UsageTotals
-from hicache_hooks.sglang import topology
+from hicache_hooks.sglang import frontend, topology
 from hicache_hooks.sglang.build import BackendBuilder, wait_and_close
 from hicache_hooks.sglang.clear import clear_namespace
 from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig, registered, resolve
@@ -118,10 +118,10 @@ class SglangAdapter:
         running = self._resolve(target, current)
         difference = compare(current, running)
         config = running.config
-        warnings = []
+        warnings = frontend.limits(self._scheduler)
         if config is not None:
             self._check_layout(config.backend)
-            warnings = knob_warnings(running.knobs, self._l2_tokens) + _warnings(running)
+            warnings += knob_warnings(running.knobs, self._l2_tokens) + _warnings(running)
         return Plan(
             relation=difference.relation,
             changed_keys=difference.changed_keys,

@@ -5,7 +5,7 @@ says hello to the sidecar as ``frontend``: no rank, no state of ours; it is told
 the engine's own configuration record, as the engine's PUT does.
 
 ``--tokenizer-worker-num`` above 1: the HTTP workers are other processes, in which the engine loads no plugins. GET
-cannot follow there. That is said in the log, and by the absence of a frontend in the sidecar; it touches nothing else.
+cannot follow there. Every answer to a change says so (``limits``); it touches nothing else.
 """
 
 import logging
@@ -101,6 +101,12 @@ class Frontend:
         )
 
 
+def limits(scheduler: Any) -> list[str]:
+    """What cannot follow in the engine of ``scheduler``, for the warnings of an answer. Any process, any thread."""
+    workers = getattr(getattr(scheduler, "server_args", None), "tokenizer_worker_num", 1) or 1
+    return [WORKERS_LIMIT] if workers > 1 else []
+
+
 _frontends: list[Frontend] = []
 
 
@@ -113,10 +119,6 @@ def install(endpoint: str, *, engine_id: str, incarnation: str) -> None:
 
     def after_init(_result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            workers = getattr(getattr(manager, "server_args", None), "tokenizer_worker_num", 1) or 1
-            if workers > 1:
-                log.warning("%s", WORKERS_LIMIT)
-                return
             _frontends.append(
                 Frontend(manager.record_config_updates, endpoint, engine_id=engine_id, incarnation=incarnation)
             )

@@ -1,10 +1,11 @@
 """The frontend hook: it writes what it is told into the engine's own view, and says no to everything else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hicache_hooks.sglang.frontend import SOURCE, Frontend
+from hicache_hooks.sglang.frontend import SOURCE, WORKERS_LIMIT, Frontend, limits
 from hicache_proto.hooklink import AskReport, Bypass, Call, CallBody, SetView, phase_of
 from hicache_proto.model import TargetState
 
@@ -65,6 +66,12 @@ def test_a_view_that_cannot_be_written_is_an_error_not_an_exception(front: Any) 
 def test_other_calls(front: Any) -> None:
     assert ask(front, AskReport()) == (True, None)
     assert ask(front, Bypass(enabled=True)) == (False, "unsupported_by_engine")
+
+
+@pytest.mark.parametrize(("workers", "named"), [(1, False), (2, True), (None, False)])
+def test_several_http_workers_are_named_as_a_limit(workers: int | None, named: bool) -> None:
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(tokenizer_worker_num=workers))
+    assert limits(scheduler) == ([WORKERS_LIMIT] if named else [])
 
 
 def test_its_hello_is_a_frontends(front: Any) -> None:
