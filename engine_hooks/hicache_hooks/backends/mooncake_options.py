@@ -136,7 +136,7 @@ def endpoint(address: str) -> tuple[str, int] | None:
     """``host:port``, also behind ``scheme://`` and before a path; None when it is no such thing."""
     rest = address.partition("://")[2] or address
     host, colon, port = rest.partition("/")[0].rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or set(host) & set(";,") or not port.isdigit() or not 0 < int(port) < 65536:
         return None
     return host.strip("[]"), int(port)
 
