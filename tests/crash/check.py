@@ -13,6 +13,7 @@ from hicache_sidecar.store.journal import Journal
 
 RECOVERY_S = 60.0  # one in-doubt lease, a convergence and its pause, on a busy machine
 REST_S = 15.0  # for threads and sockets of what ended; libzmq reaps in the background
+SIDECAR_THREADS = 3  # the loop, and libzmq's two; trio ends a worker thread that had no work for 10 s
 PAGES_PER_SET = 8
 
 
@@ -138,6 +139,15 @@ def _left(stand: Stand, attached: bool) -> list[str]:
     if (files := files_of(stand.root)) != base["files"]:
         found.append(f"files {files}, expected {base['files']}")
     return found
+
+
+def threads_at_rest(stand: Stand) -> str:
+    """The sidecar's threads once it had nothing to do for a while: what is wrong, or nothing. Takes some 10 s."""
+    tasks = Path(f"/proc/{stand.sidecar.process.pid}/task")
+    deadline = time.monotonic() + 2 * REST_S
+    while (have := len(os.listdir(tasks))) > SIDECAR_THREADS and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return "" if have <= SIDECAR_THREADS else f"sidecar: {have} threads at rest, expected {SIDECAR_THREADS}"
 
 
 def _paced_descriptors(stand: Stand) -> list[str]:

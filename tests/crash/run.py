@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.crash.cells import Cell, Point, cells
+from tests.crash import check
+from tests.crash.cells import Cell, Point, Script, cells
 from tests.crash.play import play
 from tests.crash.stand import Stand
 from tests.rigs.procs import Processes
@@ -35,9 +36,9 @@ def run(
 ) -> list[Result]:
     """Play every wanted cell of ``points``; ``told`` hears each result as it comes. ``keep``: logs of failed stands."""
     todo: queue.Queue[list[Cell]] = queue.Queue()
-    # The longest first, so that the end is not one worker's.
-    for batch in sorted(([c for c in cells(p) if wanted(c)] for p in points), key=len, reverse=True):
-        if batch:
+    # The longest first, so that the end is not one worker's: each cell of lease_end waits for a lease.
+    for point in sorted(points, key=lambda p: (p.script is not Script.LEASE, -len(cells(p)))):
+        if batch := [cell for cell in cells(point) if wanted(cell)]:
             todo.put(batch)
     results: list[Result] = []
     lock = threading.Lock()
@@ -79,6 +80,7 @@ def _on_one_stand(batch: list[Cell], tell: Callable[[Result], None], keep: Path 
                     letter, why = "", ""
                     try:
                         letter = play(stand, cell)
+                        why = check.threads_at_rest(stand) if not left else ""
                     except Exception as error:
                         why = f"{type(error).__name__}: {error}"
                     tell(Result(cell, letter, why, time.monotonic() - started))
@@ -93,8 +95,8 @@ def _on_one_stand(batch: list[Cell], tell: Callable[[Result], None], keep: Path 
     except Exception as error:
         if stand is None:  # it never stood
             tell(Result(left.pop(0), "", f"no stand: {error}"))
-        elif left:
-            tell(Result(left.pop(0), "", f"the stand did not end: {error}"))
+        else:
+            tell(Result(batch[-1], "", f"the stand did not end: {error}"))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return left
