@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hicache_hooks.backends.base import StoreContext
+from hicache_hooks.backends.base import Backend, StoreContext
 from hicache_hooks.backends.file import FileOptions, FileStore
 from hicache_hooks.cache.controller import CacheController
 from hicache_hooks.cache.hashing import fingerprint
@@ -74,17 +74,19 @@ class PageByPage:
 
 
 class Ours:
-    """A cache controller over the ``file`` backend."""
+    """A cache controller over the ``file`` backend, or over another one (``use_backend``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = PAGES, page_format: type[PageFormat] = PageFormat) -> None:
         self._came = threading.Event()
+        self._count = count
+        self._format = page_format
         self._device = DevicePool(GEOMETRY, 1)
-        self.host = HostPool(GEOMETRY, PAGES)
+        self.host = HostPool(GEOMETRY, count)
         self._namespace = fingerprint("bench", GEOMETRY)
         self._ctl = CacheController(
             self._device, self.host, self._set(None), namespace=self._namespace, wake=self._came.set
         )
-        self._tokens = list(range(PAGES * PAGE_TOKENS + 1))
+        self._tokens = list(range(count * PAGE_TOKENS + 1))
         self._round = 0
 
     def _set(self, guard: Guard | None) -> StorageSet:
@@ -92,7 +94,7 @@ class Ours:
             store=guard,
             device=self._device,
             host=self.host,
-            pages=PageFormat(GEOMETRY.payload_bytes, self._namespace),
+            pages=self._format(GEOMETRY.payload_bytes, self._namespace),
             knobs=Knobs(prefetch_policy="wait_complete"),
             name="file" if guard else "detached",
             limits=SetLimits(prefetch_fraction=1.0, backup_fraction=1.0),
@@ -102,17 +104,24 @@ class Ours:
 
     def use(self, root: Path) -> None:
         """Swap to a store below ``root``."""
-        options = FileOptions(file_storage_path=str(root)).effective({})
-        context = StoreContext(namespace=self._namespace, page_bytes=self.host.page_bytes, layout=GEOMETRY.layout)
-        store = FileStore(options, context)
+        store = FileStore(FileOptions(file_storage_path=str(root)).effective({}), self.context())
         store.open()
-        self._close(self._ctl.install(self._set(Guard(store, name="file"))))
+        self.use_backend(store, "file")
 
-    def fill(self) -> None:
-        """A prompt on the host whose pages hold noise."""
+    def use_backend(self, store: Backend, name: str) -> None:
+        """Swap to an open store that has what it needs registered."""
+        self._close(self._ctl.install(self._set(Guard(store, name=name))))
+
+    def context(self) -> StoreContext:
+        """What a backend for this pool is told."""
+        return StoreContext(namespace=self._namespace, page_bytes=self.host.page_bytes, layout=GEOMETRY.layout)
+
+    def fill(self, prompt: int = 0) -> None:
+        """A prompt on the host whose pages hold noise; another ``prompt`` has other keys."""
+        self._tokens = list(range(prompt, prompt + self._count * PAGE_TOKENS + 1))
         state = self._ctl._s
         number = state.host_ledger.begin("bench")
-        pages = state.host_ledger.take(number, PAGES)
+        pages = state.host_ledger.take(number, self._count)
         if pages is None:
             raise RuntimeError("the pool is not empty")
         state.host_ledger.to_tree(number, pages)
@@ -143,8 +152,8 @@ class Ours:
             self._wait()
         self._ctl.abort(rid)
         found = self._ctl.match_prefix(self._tokens)
-        if found.pages != PAGES:
-            raise RuntimeError(f"{found.pages} of {PAGES} pages came back")
+        if found.pages != self._count:
+            raise RuntimeError(f"{found.pages} of {self._count} pages came back")
 
     def pages(self) -> list[int]:
         """Host pages in the order of the prompt."""
