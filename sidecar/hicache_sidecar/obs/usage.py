@@ -29,11 +29,14 @@ class UsageTotals:
     def __init__(self) -> None:
         self._totals: dict[tuple[int, str], Sample] = {}
         self._last: dict[tuple[int, str], Sample] = {}
+        self._said: dict[tuple[int, str], OpUsage] = {}  # what ``_last`` was made of
 
     def observe(self, rank: int, usage: Mapping[str, OpUsage]) -> None:
         """Add one report of ``rank``."""
         for op, one in usage.items():
             key = (rank, op)
+            if self._said.get(key) == one:
+                continue  # most reports of a phase or a quiet second say what the last one said
             if key not in self._totals and sum(1 for known, _ in self._totals if known == rank) >= MAX_OPS:
                 continue
             now = _sample(one)
@@ -44,17 +47,17 @@ class UsageTotals:
             total = self._totals.setdefault(key, dict.fromkeys(_FIELDS, 0.0))
             for name in _FIELDS:
                 total[name] += now[name] - before[name]
-            self._last[key] = now
+            self._last[key], self._said[key] = now, one
 
     def restarted(self, rank: int) -> None:
         """The next report of ``rank`` counts from zero, also where it is larger than the last one."""
         for key in [key for key in self._last if key[0] == rank]:
-            del self._last[key]
+            del self._last[key], self._said[key]
 
     def keep(self, ranks: Iterable[int]) -> None:
         """Forget ranks that the topology no longer has."""
         wanted = set(ranks)
-        for table in (self._totals, self._last):
+        for table in (self._totals, self._last, self._said):
             for key in [key for key in table if key[0] not in wanted]:
                 del table[key]
 
