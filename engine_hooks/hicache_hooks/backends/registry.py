@@ -63,6 +63,7 @@ KNOWN: dict[str, Entry] = {
     for name, module in (
         ("aibrix", "aibrix"),
         ("dynamic", "dynamic"),
+        ("eic", "eic"),
         ("file", "file"),
         ("hf3fs", "hf3fs"),
         ("mooncake", "mooncake"),

@@ -25,6 +25,7 @@ class Stand:
     has_server: ClassVar[bool] = False  # kill, hang, resume and restart exist
     emulated: ClassVar[bool] = False  # not the real store, but something of ours in its place
     refuses_fork: ClassVar[bool] = True  # a call in a forked child must raise; False: it may also just work
+    can_clear: ClassVar[bool] = True  # False: the client has no call that lists keys; clear must be refused
     outlives_client: ClassVar[bool] = True  # pages are there after close and open
     outlives_server: ClassVar[bool] = True  # pages are there after a restart of the server
     evicts_when_full: ClassVar[bool] = False  # a full store drops old pages instead of refusing new ones

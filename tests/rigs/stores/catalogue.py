@@ -45,6 +45,7 @@ CATALOGUE: tuple[Line, ...] = (
     Line("aibrix-rocksdb", "aibrix", "rocksdb"),
     Line("aibrix-shfs", "aibrix", "shfs"),
     Line("dynamic", "dynamic"),
+    Line("eic", "eic", emulated=True),
     Line("file", "file"),
     Line("hf3fs", "hf3fs", emulated=True),
     Line("mooncake", "mooncake"),
