@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -71,7 +71,7 @@ class RedisOptions(BackendOptions, frozen=True, kw_only=True):
             raise invalid("url", "has a password, or two ways to give one; use password_file alone")
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
         user = f"{parts.username}@" if parts.username else ""
-        bare = urlunsplit((parts.scheme, f"{user}{host}{f':{port}' if port else ''}", parts.path, "", ""))
+        bare = f"{parts.scheme}://{user}{host}{f':{port}' if port else ''}{parts.path}"
         return msgspec.structs.replace(self, url=bare, password=inside or self.password)
 
     def check(self, facts: StoreFacts) -> list[str]:

@@ -207,10 +207,10 @@ class S3Client:
             self._connections.discard(connection)
         self._local.connection = None
 
-    def _signed(self, method: str, path: str, query: str, body: bytes = b"") -> dict[str, str]:
+    def _signed(self, method: str, path: str, query: str, body: bytes = b"", now: str = "") -> dict[str, str]:
         target = self._target
         content = hashlib.sha256(body).hexdigest()
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        now = now or datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         headers = {"host": target.host(), "x-amz-content-sha256": content, "x-amz-date": now}
         if target.session_token:
             headers["x-amz-security-token"] = target.session_token
