@@ -243,6 +243,22 @@ async def test_inner_rank_failure_is_seen(tmp_path):
         assert (await side.status()).ranks[6].dp_rank == 1
 
 
+async def test_the_only_rank_dies(tmp_path):
+    """Nobody is left to undo anything: still the loss is the cause, and not an inconsistency."""
+    async with rig(tmp_path, dp=1) as (side, stub):
+        stub.ranks[0].set(build_delay_s=NEVER)
+
+        async def attach():
+            with pytest.raises(PrepareFailed) as failed:
+                await side.attach(timeout_s=20)
+            assert failed.value.details["reason"] == "rank_lost"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attach)
+            await stub_sees(stub, lambda: stub.ranks[0].rec.phase == "preparing")
+            await trio.to_thread.run_sync(stub.kill, 0)
+
+
 async def test_restarted_engine_fails_the_operation(tmp_path):
     """F102: the engine is killed and comes back on the same socket: new handshake < 2 s, the operation fails."""
     async with rig(tmp_path, dp=2) as (side, stub):

@@ -129,9 +129,7 @@ class Drive:
                 if after.phase is not before.phase:
                     self._faults.hit(point_of(before.phase), "before_apply")
                 self.rec = after
-                if self.rec.phase is CoordPhase.UNDO and before.phase is not CoordPhase.UNDO:
-                    self._set_cause(before, event)
-                if self.rec.phase is CoordPhase.DONE and before.phase is CoordPhase.BEGIN:
+                if after.outcome == "a" != before.outcome:  # by way of UNDO, or at once when nobody is left to undo
                     self._set_cause(before, event)
                 if self.move.dry_run and any(a in (Act.SEND_FREEZE, Act.SEND_COMMIT) for a in acts):
                     self._leave(before.phase)
