@@ -20,7 +20,6 @@ Rules:
 """
 
 import errno
-import inspect
 import logging
 import threading
 import time
@@ -36,8 +35,10 @@ from hicache_hooks.guard_counts import Counts
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.guard_watch import SIDE, Probe, Watch
 from hicache_hooks.negative import NegativeCache
+from hicache_hooks.signatures import takes
 from hicache_proto.errors import PrepareFailed
-from hicache_proto.model import GuardReport, OpUsage
+from hicache_proto.model import GuardReport, OpUsage, StoreUsage
+from hicache_proto.usage import written_never_read
 
 __all__ = ["Guard", "describe_exception"]
 
@@ -73,7 +74,7 @@ class Guard:
         self._takes_prefix = frozenset(
             method
             for method in ("batch_put", "batch_get", "batch_exists")
-            if "prefix_keys" in inspect.signature(getattr(backend, method)).parameters
+            if takes(getattr(backend, method), "prefix_keys")
         )
         self._lock = threading.Lock()
         self._counts = Counts()
@@ -265,10 +266,18 @@ class Guard:
         with self._lock:
             return self._watch.report()
 
-    def skipped(self) -> dict[str, int]:
-        """Keys that were skipped, by reason."""
+    def looked_up(self, *, below_threshold: bool = False) -> None:
+        """A request could have read from the store; or its hit was too short to be worth it (F57)."""
         with self._lock:
-            return dict(self._counts.skipped)
+            self._counts.lookups += 1
+            self._counts.skipped["threshold"] += below_threshold
+
+    def store_usage(self) -> StoreUsage:
+        """Everything that this store was used for."""
+        with self._lock:
+            ops, lookups = self._counts.usage(), self._counts.lookups
+            skipped = {reason: n for reason, n in self._counts.skipped.items() if n}
+        return StoreUsage(ops=ops, lookups=lookups, skipped=skipped, write_only=written_never_read(ops, lookups))
 
     def set_bypass(self, enabled: bool) -> bool:
         """Reads miss, writes are skipped (rule 3). Returns what it was."""

@@ -13,7 +13,8 @@ class Counts:
 
     def __init__(self) -> None:
         self.by_kind = {kind: CallCounts() for kind in KINDS}
-        self.skipped: Counter[str] = Counter()  # keys by reason: "bypass", "breaker", "closed"
+        self.skipped: Counter[str] = Counter()  # keys by reason: "bypass", "breaker", "closed"; requests: "threshold"
+        self.lookups = 0  # requests that could have read
         self.calls = 0  # of traffic
         self.errors = 0
         self.timeouts = 0

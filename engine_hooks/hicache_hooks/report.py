@@ -60,8 +60,9 @@ class Reporter:
             "usage": ask("usage", lambda: adapter.usage(), {}),
             "threads": ask("threads", lambda: adapter.threads(), []),
         }
-        # An engine that guards its stores another way has no such method.
+        # An engine that guards its stores another way has no such methods.
         fields["guard"] = ask("guard", lambda: getattr(adapter, "guard", lambda: None)(), None)
+        fields["stores"] = ask("stores", lambda: getattr(adapter, "stores", dict)(), {})
         layers = ask("layers", lambda: adapter.layers(), {})
         left = None if view.lease_deadline is None else max(0.0, view.lease_deadline - self._clock())
         return RankReport(

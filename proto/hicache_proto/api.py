@@ -10,7 +10,15 @@ import msgspec
 
 from hicache_proto.errors import ErrorBody
 from hicache_proto.failover import FailoverDocument, FailoverRequest, SetFailoverRequest
-from hicache_proto.model import Blocker, Capabilities, KnobValue, OpUsage, ThreadReport
+from hicache_proto.model import (
+    Blocker,
+    Capabilities,
+    GuardReport,
+    KnobValue,
+    OpUsage,
+    StoreUsage,
+    ThreadReport,
+)
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_DRAIN_WAIT_S = 30.0
@@ -207,6 +215,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     namespace: str = ""
     prefetch_knobs: dict[str, KnobValue] = {}
     quarantine: str = ""
+    guard: GuardReport | None = None
 
 
 class DesiredState(msgspec.Struct, frozen=True):
@@ -237,6 +246,7 @@ class StatusDocument(msgspec.Struct, frozen=True):
     engine_id: str | None = None
     reason: str = ""
     warnings: list[str] = []
+    usage_by_backend: dict[str, StoreUsage] = {}
 
 
 class RankIdle(msgspec.Struct, frozen=True):

@@ -205,6 +205,15 @@ class OpUsage(msgspec.Struct, frozen=True):
     latency: LatencySummary = LatencySummary()
 
 
+class StoreUsage(msgspec.Struct, frozen=True):
+    """One store's use since the process started, whether it is installed now or was."""
+
+    ops: dict[str, OpUsage] = {}  # by backend call kind
+    lookups: int = 0  # requests that could have read from it
+    skipped: dict[str, int] = {}  # requests by "threshold", keys by "bypass", "breaker", "closed"
+    write_only: bool = False  # written, looked up often enough, never read (F57)
+
+
 class ThreadReport(msgspec.Struct, frozen=True):
     """One worker thread of a storage set (F38, F39)."""
 
@@ -260,6 +269,7 @@ class RankReport(msgspec.Struct, frozen=True):
     quarantine: str = ""  # reason; empty when clean
     layers: dict[str, str] = {}  # per-layer view, filled when layers disagree (F24)
     op_error: ErrorBody | None = None  # why op_n ended here by itself: the build or the swap failed
+    stores: dict[str, StoreUsage] = {}  # by backend, with its inner connector: "file", "aibrix:ROCKSDB"
     guard: GuardReport | None = None  # of the installed store; None: detached, or the engine has no such guard
 
 

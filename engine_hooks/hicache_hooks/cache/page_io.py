@@ -3,7 +3,6 @@
 A page that fails its check is a miss and is set aside, so that it is not read again (F80, F81).
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from hicache_hooks.backends.base import Got
 from hicache_hooks.cache.pages import PageFormat
 from hicache_hooks.cache.pools import HostPool
 from hicache_hooks.guard import Guard
+from hicache_hooks.signatures import takes
 
 STAGING_WAIT_S = 30.0  # layer_first: other batches hold the staging buffers at most for their backend call
 
@@ -45,8 +45,7 @@ class PageIo:
         self._pages = pages
         self._guard = store if isinstance(store, Guard) else None
         self._takes_prefix = {
-            name: "prefix_keys" in inspect.signature(getattr(store, name)).parameters
-            for name in ("batch_put", "batch_get", "batch_exists")
+            name: takes(getattr(store, name), "prefix_keys") for name in ("batch_put", "batch_get", "batch_exists")
         }
 
     def _extra(self, method: str, prefix_keys: Sequence[str] | None) -> dict[str, Any]:

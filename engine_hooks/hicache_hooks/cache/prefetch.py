@@ -46,7 +46,9 @@ class Prefetcher:
             return None
         if missing < set_.knobs.prefetch_threshold:
             s.stats["prefetch_skipped_threshold"] += 1
+            set_.looked_up(below_threshold=True)
             return None
+        set_.looked_up()
         if set_.refuses("exists", missing // s.page_size):
             return None
         op = Prefetch(

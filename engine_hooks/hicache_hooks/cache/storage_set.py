@@ -172,6 +172,11 @@ class StorageSet:
         """True when the guard would skip a call of this kind (breaker); counted as skipped then."""
         return self.guard is not None and self.guard.refuses(kind, pages)
 
+    def looked_up(self, *, below_threshold: bool = False) -> None:
+        """See ``Guard.looked_up``."""
+        if self.guard is not None:
+            self.guard.looked_up(below_threshold=below_threshold)
+
     def read(self, items: Sequence[Batch | LookUp]) -> bool:
         """Queue prefetch work; False when stopped. Also for an operation that began before a swap."""
         return self._reads.submit(items)

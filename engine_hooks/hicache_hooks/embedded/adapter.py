@@ -29,6 +29,7 @@ from hicache_proto.model import (
     OpUsage,
     Plan,
     RankIdentity,
+    StoreUsage,
     TargetState,
     ThreadReport,
 )
@@ -96,6 +97,10 @@ class EmbeddedAdapter:
     def usage(self) -> dict[str, OpUsage]:
         """Of every store since the process started."""
         return self._usage.totals()
+
+    def stores(self) -> dict[str, StoreUsage]:
+        """The same by store (F57)."""
+        return self._usage.by_store()
 
     def guard(self) -> GuardReport | None:
         """Of the installed store; None when detached."""

@@ -54,12 +54,34 @@ def run_status(context: Context, arguments: list[str]) -> int:
             ("CALL", *(name.upper() for name in names)),
             [(call, *(counts.get(name, 0) for name in names)) for call, counts in sorted(usage.items())],
         )
+    stores = status.get("usage_by_backend")
+    if stores:
+        context.line()
+        _stores(context, stores, status)
     for drift in status.get("drift") or []:
         context.note(f"drift: rank {drift['rank']} {drift['field']}: desired {drift['desired']!r}, "
                      f"reported {drift['reported']!r}")  # fmt: skip
     for warning in status.get("warnings") or []:
         context.note(f"warning: {warning}")
     return code
+
+
+def _stores(context: Context, stores: dict[str, Any], status: dict[str, Any]) -> None:
+    """One line per store: what was asked of it and what came of it."""
+    breakers = sorted({r["guard"]["breaker"] for r in status.get("ranks") or [] if r.get("guard")})
+    attached = status.get("hicache_storage_backend")
+    rows = []
+    for name, store in sorted(stores.items()):
+        get, put = ({**store["ops"].get(kind, {})} for kind in ("get", "put"))
+        failed = sum(counts.get(what, 0) for counts in store["ops"].values() for what in ("error", "timeout"))
+        here = name.partition(":")[0] == attached
+        rows.append((
+            name, store["lookups"], get.get("hit", 0), get.get("miss", 0), failed, get.get("bytes", 0),
+            put.get("bytes", 0), ",".join(breakers) if here else "-", "yes" if store["write_only"] else "no",
+        ))  # fmt: skip
+    context.table(
+        ("STORE", "LOOKUPS", "HIT", "MISS", "FAILED", "READ_BYTES", "WRITTEN_BYTES", "BREAKER", "NEVER_READ"), rows
+    )
 
 
 def run_idle(context: Context, arguments: list[str]) -> int:

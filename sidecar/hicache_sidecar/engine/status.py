@@ -2,16 +2,17 @@
 the clock inside ``Registry.age_ms``."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hicache_proto import api
+from hicache_proto import usage as summed
 from hicache_proto.model import (
     EffectiveState,
     KnobValue,
-    LatencySummary,
     OpUsage,
     State,
+    StoreUsage,
     TargetState,
 )
 from hicache_proto.transaction import RankPhase
@@ -113,24 +114,32 @@ def desired_knobs(desired: TargetState) -> dict[str, KnobValue]:
 
 def usage(sessions: Iterable[Session]) -> dict[str, OpUsage]:
     """Usage summed over ranks."""
-    total: dict[str, OpUsage] = {}
+    return summed.total(session.report.usage for session in sessions)
+
+
+def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) -> list[str]:
+    """What an operator should know about the stores: breakers, threads that hang, and use without effect (F39, F57)."""
+    said = []
     for session in sessions:
-        for name, one in session.report.usage.items():
-            have = total.get(name, OpUsage())
-            total[name] = OpUsage(
-                hit=have.hit + one.hit,
-                miss=have.miss + one.miss,
-                error=have.error + one.error,
-                timeout=have.timeout + one.timeout,
-                skipped=have.skipped + one.skipped,
-                bytes=have.bytes + one.bytes,
-                latency=LatencySummary(
-                    have.latency.count + one.latency.count,
-                    have.latency.total_s + one.latency.total_s,
-                    max(have.latency.max_s, one.latency.max_s),
-                ),
+        guard = session.report.guard
+        if guard is None:
+            continue
+        if guard.breaker != "closed":
+            said.append(
+                f"rank {session.rank}: the breaker of {guard.name} is {guard.breaker} for {guard.opened_for_s:.0f} s "
+                f"({guard.reason}); what it holds back is recomputed"
             )
-    return total
+        if guard.stuck:
+            said.append(f"rank {session.rank}: stuck inside {guard.name}: {', '.join(guard.stuck)}")
+    for name, store in used.items():
+        if store.write_only:
+            written = store.ops.get("put", OpUsage()).bytes
+            below = store.skipped.get("threshold", 0)
+            hint = f", {below} of them below prefetch_threshold" if below else ""
+            said.append(
+                f"write_only: {name} was given {written} bytes and read nothing in {store.lookups} look-ups{hint}"
+            )
+    return said
 
 
 def rank_status(registry: Registry, session: Session) -> api.RankStatus:
@@ -156,6 +165,7 @@ def rank_status(registry: Registry, session: Session) -> api.RankStatus:
         namespace=state.namespace,
         prefetch_knobs=state.knobs,
         quarantine=redact_text(session.report.quarantine),
+        guard=session.report.guard,
     )
 
 
@@ -179,6 +189,7 @@ def status_document(
         for s in live.values()
         if s.report.layers
     ]
+    by_store = summed.stores(s.report.stores for s in live.values())
     return api.StatusDocument(
         hicache_storage_backend=first.backend,
         hicache_storage_backend_extra_config=redact_config(first.extra_config),
@@ -194,7 +205,8 @@ def status_document(
         operation=None if running is None else {"id": running.id, "kind": running.kind, "phase": running.phase},
         engine_id=registry.engine_id,
         reason=reason,
-        warnings=[*warnings, *problems, *layers],
+        warnings=[*warnings, *problems, *layers, *store_warnings(live.values(), by_store)],
+        usage_by_backend=by_store,
     )
 
 

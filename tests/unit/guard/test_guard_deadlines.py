@@ -126,7 +126,7 @@ def test_a_hung_store_is_left_alone_after_one_deadline(rig: Rig, clock: Clock, l
     assert guard.batch_exists(KEYS) == [False, False]
     assert guard.refuses("get", 2)
     assert rig.calls["batch_exists"] == before
-    assert guard.skipped() == {"breaker": 4}
+    assert guard.store_usage().skipped == {"breaker": 4}
     assert guard.batch_put(KEYS, pages()) == [True, True]
     report = guard.report()
     assert (report.breaker, report.reason) == ("open", "hung")
