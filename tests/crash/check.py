@@ -59,6 +59,8 @@ def _unsettled(stand: Stand) -> tuple[str, dict[str, Any]]:
     for number, rank in enumerate(stand.ranks):
         facts = rank.process.facts()
         report = facts["report"]
+        if not facts["connected"]:
+            return f"rank {number} is not connected", document
         if report["op_phase"] not in ("", "none") or not facts["open"] or facts["held"] or report["state"]["bypass"]:
             return f"rank {number} is in {report['op_phase']}, open {facts['open']}, held {facts['held']}", document
     return "", document

@@ -1,6 +1,7 @@
 """A stand with the embedded engine: a sidecar and ``hicache-engine --dp 2``; its supervisor restarts what dies."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -50,6 +51,11 @@ class EngineStand(Stand):
 
     def serves(self) -> bool:
         return http_ok(f"{self.engine.url}/health")
+
+    def hellos(self) -> int:
+        """That the sidecar took, of any rank."""
+        text = str(self.admin("GET", "/metrics")[1])
+        return int(float(re.search(r'what="hello_accepted"\} (\S+)', text)[1]))
 
     # ---- what the light stand does over pipes
 

@@ -3,6 +3,7 @@
 import http.client
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -55,10 +56,11 @@ def play(stand: Stand, cell: Cell, look: ModuleType = check) -> str:
         stand.arm(PRIMER)
     if cell.point.script is Script.WAIT:
         stand.load(1)
+    hellos = stand.hellos() if cell.fault is Fault.LINK_CUT else 0
     request = _request(stand, cell, after)
     stopped_at = _reach(stand, cell, action, request)
     stand.requests(2, but=VICTIM if cell.fault is Fault.RANK_KILL else -1)
-    _strike(stand, cell, action, act, stopped_at)
+    _strike(stand, cell, action, act, stopped_at, hellos)
     if cell.point.script is Script.WAIT:
         stand.load(0)
     stand.requests(1)
@@ -128,8 +130,8 @@ def _reach(stand: Stand, cell: Cell, action: str, request: Request) -> float:
     return stopped_at
 
 
-def _strike(stand: Stand, cell: Cell, action: str, act: Act, stopped_at: float) -> None:
-    """Let the fault run its course, and start again what died."""
+def _strike(stand: Stand, cell: Cell, action: str, act: Act, stopped_at: float, hellos: int) -> None:
+    """Let the fault run its course, and start again what died. ``hellos`` of the victim before."""
     if act is not Act.NONE:
         stand.strike(act)
         stand.release()
@@ -144,6 +146,16 @@ def _strike(stand: Stand, cell: Cell, action: str, act: Act, stopped_at: float) 
         stand.resume()
     if cell.fault is Fault.RANK_KILL:
         stand.restart_rank(VICTIM)
+    elif cell.fault is Fault.LINK_CUT:  # the agent connects again in its own time
+        _until("hello after the cut", lambda: stand.hellos() > hellos)
+
+
+def _until(what: str, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + REACH_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise CellFailed(f"no {what} within {REACH_S:g} s")
+        time.sleep(0.01)
 
 
 def _contradicts(answer: tuple[int, Any], letter: str) -> list[str]:

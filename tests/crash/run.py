@@ -42,6 +42,7 @@ def run(
             todo.put(batch)
     results: list[Result] = []
     lock = threading.Lock()
+    stop = threading.Event()
 
     def tell(result: Result) -> None:
         with lock:
@@ -49,23 +50,29 @@ def run(
             told(result)
 
     def work() -> None:
-        while True:
+        while not stop.is_set():
             try:
                 batch = todo.get_nowait()
             except queue.Empty:
                 return
-            while batch:
-                batch = _on_one_stand(batch, tell, keep)
+            while batch and not stop.is_set():
+                batch = _on_one_stand(batch, tell, keep, stop)
 
     workers = [threading.Thread(target=work) for _ in range(jobs)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join()
+    try:
+        for worker in workers:
+            worker.join()
+    except BaseException:  # Ctrl-C: every stand ends its cell and its processes
+        stop.set()
+        raise
     return results
 
 
-def _on_one_stand(batch: list[Cell], tell: Callable[[Result], None], keep: Path | None) -> list[Cell]:
+def _on_one_stand(
+    batch: list[Cell], tell: Callable[[Result], None], keep: Path | None, stop: threading.Event
+) -> list[Cell]:
     """Play until one fails; the cells that are left want a fresh stand."""
     root = Path(tempfile.mkdtemp(prefix="crash-"))
     left = list(batch)
@@ -74,7 +81,7 @@ def _on_one_stand(batch: list[Cell], tell: Callable[[Result], None], keep: Path 
         with Processes(root) as processes:
             try:
                 stand = Stand.make(root, [batch[0].point], processes)
-                while left:
+                while left and not stop.is_set():
                     cell = left.pop(0)
                     started = time.monotonic()
                     letter, why = "", ""

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hicache_proto.faults import FIRED
 DP = 3
 PRIMER = "primer"
 PRIMER_RANK = 2
+CUT_S = 5.0  # the agent's thread takes the cut as its next job; milliseconds
 HTTP_S = 100.0  # longer than any operation here
 
 
@@ -141,7 +143,11 @@ class Stand:
                 rank.process.signal(signal.SIGSTOP)
                 rank.stopped = True
             case Act.CUT_LINK:
+                before = rank.process.facts()["link"].get("cuts", 0)
                 rank.process.command(cut=True)
+                limit = time.monotonic() + CUT_S
+                while rank.process.facts()["link"].get("cuts", 0) == before and time.monotonic() < limit:
+                    time.sleep(0.002)
             case Act.NONE:
                 pass
 
@@ -152,6 +158,10 @@ class Stand:
             if rank.stopped:
                 rank.process.signal(signal.SIGCONT)
                 rank.stopped = False
+
+    def hellos(self) -> int:
+        """How often the victim has said hello."""
+        return int(self.ranks[VICTIM].process.facts()["link"].get("hellos", 0))
 
     def sidecar_stopped(self) -> bool:
         """The kernel says that it is stopped."""

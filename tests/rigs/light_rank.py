@@ -167,6 +167,7 @@ class LightRank:
             "fds": len(os.listdir("/proc/self/fd")),
             "tasks": len(os.listdir("/proc/self/task")),
             "link": dict(self.hook.agent.counts),
+            "connected": self.hook.agent.connected,
             "published": self.adapter.published,
         }
 
