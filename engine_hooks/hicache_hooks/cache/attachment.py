@@ -7,6 +7,7 @@ backend is closed exactly once (F14). The scheduler thread then only swaps one r
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VALIDATED_S = 30.0  # PREPARE comes milliseconds after VALIDATE; an ``@/path`` file may be another one later
 STOP_S = 5.0  # for the threads of a set that never ran
 
 # The controller's factory: makes the set for a guarded backend (None: the detached set). Parked, not started.
@@ -84,6 +86,16 @@ class LiveChange:
     running: Running
 
 
+@dataclass(frozen=True, slots=True)
+class _Validated:
+    """The last VALIDATE: PREPARE builds what was checked, and need not read and parse it again."""
+
+    target: TargetState
+    current: Running
+    running: Running
+    at: float  # monotonic
+
+
 class StorageAttachment:
     """See the module's text. Stateless but for constants: what runs now is passed in."""
 
@@ -102,6 +114,7 @@ class StorageAttachment:
         self._sealer = sealer
         self._pools = list(pools)
         self._env = os.environ if env is None else env
+        self._validated: _Validated | None = None
 
     def validate(self, target: TargetState, current: Running, *, mode: str = "strict", swap: bool = False) -> Plan:
         """What moving from ``current`` to ``target`` would mean. Touches nothing.
@@ -114,6 +127,7 @@ class StorageAttachment:
         if mode == Mode.HOT and not self.facts.hot:
             raise UnsupportedByEngine("this engine cannot swap under traffic (mode hot)", details={"reason": "hot"})
         running = self.resolve(target, current)
+        self._validated = _Validated(target, current, running, time.monotonic())
         difference = compare(current, running)
         warnings: list[str] = []
         notes: list[str] = []
@@ -136,6 +150,14 @@ class StorageAttachment:
     def resolve(self, target: TargetState, current: Running) -> Running:
         """The effective form of ``target``. Raises as ``config.resolve``."""
         return resolve(target, current, namespace=self.facts.namespace, env=self._env)
+
+    def _resolved(self, target: TargetState, current: Running) -> Running:
+        """What VALIDATE has just found out about the same target, else ``resolve``."""
+        known = self._validated
+        same = known is not None and known.target == target and known.current is current
+        if known is None or not same or time.monotonic() - known.at > VALIDATED_S:
+            return self.resolve(target, current)
+        return known.running
 
     def _check(self, config: ResolvedConfig) -> list[str]:
         """Manifest and options against the pools; returns warnings."""
@@ -163,7 +185,7 @@ class StorageAttachment:
             HicacheError: what ``validate`` raises, or ``PrepareFailed``; everything opened is closed again.
                 ``details.undo_failed`` names what could not be undone; then the rank is not clean.
         """
-        running = self.resolve(target, current)
+        running = self._resolved(target, current)
         config = running.config
         if compare(current, running).relation in ("same", "live"):
             return LiveChange(running)

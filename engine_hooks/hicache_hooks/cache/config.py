@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -142,13 +143,18 @@ def load(text: str, env: Mapping[str, str]) -> dict[str, Any]:
     return parse(text, "json")
 
 
+@lru_cache(maxsize=64)  # evaluating a class's annotations costs more than converting the values
+def _names(options: type[BackendOptions]) -> list[str]:
+    return sorted(field.encode_name for field in msgspec.structs.fields(options))
+
+
 def typed_options(values: dict[str, Any], options: type[BackendOptions]) -> BackendOptions:
     """``values`` as the backend's option struct.
 
     Raises:
         InvalidConfig: unknown key with the nearest known one, wrong type or range with its place.
     """
-    known = sorted(f.encode_name for f in msgspec.structs.fields(options))
+    known = _names(options)
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, [*known, *KEPT_BACK], n=1)
