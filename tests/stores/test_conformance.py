@@ -187,7 +187,7 @@ def test_other_threads_run_while_pages_move(own_host: Host) -> None:
 
 def test_open_and_close_cycles_leave_nothing(stand: Stand, own_host: Host) -> None:
     """F43: descriptors and threads flat, memory within 5 MB, after the first cycles."""
-    warm = max(2, stand.cycles // 10)
+    warm = stand.warm_cycles or max(2, stand.cycles // 10)
     found = own_host.call(
         "cycles", count=stand.cycles, warm=warm, timeout_s=stand.cycles_s, backend=stand.backend_name,
         config=stand.config(), namespace="ns", guard=False,

@@ -6,7 +6,8 @@ Rules:
 2. A batch counts as far as the vendor says, from the front; what lies behind a hole is asked for again. Reads ask
    ``exists`` first and trust its prefix only, and a batch that came back shorter than that is read again one by one:
    with SHFS ``get`` counts what it found, wherever the holes are, and hands out blocks that nobody filled.
-3. A put that was taken in part is asked for, page by page.
+3. A put that was taken in part, or that raised, is asked for, page by page. Within a process a page is put by one
+   thread at a time: two of SHFS's writers take each other's temporary file away.
 4. A page that exists and cannot be read (another length) is removed, else it would be a stale hit for ever.
 5. The vendor's time-outs give memory back that a late read still fills. Such bytes are found by the page check.
 6. RocksDB belongs to one process: each rank has a directory of its own below ``rocksdb_root``, by namespace.
@@ -23,7 +24,7 @@ from typing import Any, ClassVar
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
 from hicache_hooks.backends.base import Got, Manifest, StoreContext
-from hicache_hooks.backends.native import OpenState
+from hicache_hooks.backends.native import OpenState, Turns
 from hicache_hooks.backends.options import invalid
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.slots import Slot, claim
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 32  # pages of one call of the vendor; its transit memory holds three such batches
 CLOSE_WAIT_S = 30.0
+PUT_WAIT_S = 10.0  # for another thread's put of the same page
 RESET_EVERY = 512  # calls; the vendor's metrics are lists that grow until they are reset
 DEFAULT_ROCKSDB_ROOT = "~/.kv_cache_ol/rocksdb"  # the vendor's
 
@@ -57,6 +59,7 @@ class AibrixStore:
         self._namespace = context.namespace
         self._l1_bytes = int(options.l1_capacity_gb * GIB)
         self._state = OpenState("aibrix")
+        self._turns = Turns(PUT_WAIT_S)
         self._manager: Any = None
         self._slot: Slot | None = None
         self._hashes: Any = None  # the vendor's key class
@@ -105,7 +108,7 @@ class AibrixStore:
         """
         todo = dict(zip(keys, pages, strict=True))
         done: dict[str, bool] = {}
-        with self._state.inside():
+        with self._state.inside(), self._turns.of(todo):
             self._check(pages)
             for batch in _batches(list(todo)):
                 done.update(self._put(batch, [todo[key] for key in batch]))
@@ -121,15 +124,25 @@ class AibrixStore:
             fits = len(handle)
             for tensor, page in zip(handle.to_tensors(), pages, strict=False):
                 tensor.view(-1).copy_(_tensor(page))
-            status = self._manager.put(None, self._hashes(keys[:fits], BLOCK_TOKENS), handle)
-            self._called()
-            stored = status.get() // BLOCK_TOKENS if status.is_ok() else 0
+            stored = self._put_handle(keys[:fits], handle)
             done.update((key, True) for key in keys[:stored])
             for key in keys[stored:fits]:  # rule 3
                 done[key] = self._prefix([key]) == 1
             keys, pages = keys[fits:], pages[fits:]
         done.update((key, False) for key in keys)
         return done
+
+    def _put_handle(self, keys: list[str], handle: Any) -> int:
+        """How many of the first ``keys`` the vendor says are stored."""
+        try:
+            status = self._manager.put(None, self._hashes(keys, BLOCK_TOKENS), handle)
+        except Exception as exc:  # its error path for batches fails itself (AttributeError), and keeps the memory
+            log.warning("aibrix: a put raised %s", type(exc).__name__)
+            with suppress(ValueError):  # released already
+                handle.release()
+            return 0
+        self._called()
+        return int(status.get()) // BLOCK_TOKENS if status.is_ok() else 0
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """Raises as ``batch_put``, when nothing at all came back in time."""

@@ -19,6 +19,7 @@ PREFIX = "AIBRIX_KV_CACHE_OL_"
 MIN_PAGES = 4
 GIB = 1 << 30
 BLOCK_TOKENS = 16  # one page is one block of so many "tokens"; the vendor counts its time-outs and batches in tokens
+PAGE_TIMEOUT_MS = 2000
 DEFAULT_TTL_S = 600  # the vendor's, of RocksDB
 DEFAULT_L1_GB = 10.0  # the vendor's
 RDMA_DEVICES = "/sys/class/infiniband"
@@ -124,6 +125,8 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
             "l2_cache_ingestion_type": "ALL",
             # Else what is missing in L1 is not looked for in L2 unless four blocks of a batch are.
             "double_get_threshold": "1",
+            # The vendor's 20 is 0.3 s for a page, which a busy host does not keep; the guard has a deadline of its own.
+            "l2_cache_per_token_timeout_ms": str(PAGE_TIMEOUT_MS // BLOCK_TOKENS),
             **self.l2_options,
             **ours,
             "l1_cache_enabled": "1" if self.l1_capacity_gb else "0",

@@ -20,9 +20,8 @@ import importlib.util
 import logging
 import os
 import re
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from hicache_hooks.backends.base import Got, Manifest, StoreContext
@@ -39,14 +38,14 @@ from hicache_hooks.backends.mooncake_client import (
     make,
 )
 from hicache_hooks.backends.mooncake_options import MooncakeOptions
-from hicache_hooks.backends.native import OpenState, Ranges, address_of
+from hicache_hooks.backends.native import OpenState, Ranges, Turns, address_of
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.slots import Slot, claim
 
 log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0  # for calls inside: a dead master holds one for 4.6 s
-PUT_WAIT_S = 10.0  # for another thread's put of the same page
+PUT_WAIT_S = 10.0  # for another thread's put of the same page; beside it the page would read as a miss for a moment
 LAYOUTS = ("page_first", "page_first_direct", "page_head")
 
 
@@ -77,8 +76,7 @@ class MooncakeStore:
         self._ranges = Ranges()
         self._client: Any = None
         self._no_space = False
-        self._puts: set[str] = set()
-        self._puts_changed = threading.Condition()
+        self._turns = Turns(PUT_WAIT_S)
 
     def open(self) -> None:
         """Connect; contribute the segment.
@@ -156,7 +154,7 @@ class MooncakeStore:
         todo = dict(zip(keys, pages, strict=True))  # the same key twice is one object
         if not todo:
             return []
-        with self._state.inside(), self._alone(todo.keys()):
+        with self._state.inside(), self._turns.of(todo):
             addresses = self._ranges.addresses(list(todo.values()), self._page_bytes)
             names = [self._tag + key for key in todo]
             codes = self._client.batch_put_from(names, addresses, [self._page_bytes] * len(names))
@@ -164,20 +162,6 @@ class MooncakeStore:
         self._no_space = NO_SPACE in codes
         done = {key: code == 0 for key, code in zip(todo, codes, strict=True)}
         return [done[key] for key in keys]
-
-    @contextmanager
-    def _alone(self, keys: Collection[str]) -> Iterator[None]:
-        """Rule 6. A wait that runs out costs nothing but a page that reads as a miss for a moment."""
-        with self._puts_changed:
-            self._puts_changed.wait_for(lambda: self._puts.isdisjoint(keys), PUT_WAIT_S)
-            mine = set(keys) - self._puts
-            self._puts |= mine
-        try:
-            yield
-        finally:
-            with self._puts_changed:
-                self._puts -= mine
-                self._puts_changed.notify_all()
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """Raises as ``batch_put``."""

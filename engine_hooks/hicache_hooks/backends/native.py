@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -65,6 +65,30 @@ class OpenState:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and self._inside:
                     raise TimeoutError(f"{self._inside} calls are still inside the {self._name} client")
         return True
+
+
+class Turns:
+    """One writer of a key at a time within this process, where a store cannot take two."""
+
+    def __init__(self, wait_s: float) -> None:
+        """``wait_s``: after so long a writer goes on beside the other, who is probably stuck."""
+        self._wait_s = wait_s
+        self._changed = threading.Condition()
+        self._busy: set[str] = set()
+
+    @contextmanager
+    def of(self, keys: Collection[str]) -> Iterator[None]:
+        """Around a put of ``keys``. All at once: taking them one by one could deadlock two batches."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy.isdisjoint(keys), self._wait_s)
+            mine = set(keys) - self._busy
+            self._busy |= mine
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy -= mine
+                self._changed.notify_all()
 
 
 def address_of(view: memoryview) -> int:

@@ -36,6 +36,7 @@ class Stand:
     open_s: ClassVar[float] = 60.0  # deadline of open, which may import a vendor's package
     cycles: ClassVar[int] = 200  # open/close cycles of the leak check; fewer only with the reason beside it
     cycles_s: ClassVar[float] = 120.0
+    warm_cycles: ClassVar[int] = 0  # before the first look; 0: a tenth of them. More only with the reason beside it
 
     def __init__(self, name: str, root: Path, *, small: bool = False) -> None:
         """``root`` is private to this stand. Starts nothing."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_hooks.backends.native import OpenState, Ranges, address_of
+from hicache_hooks.backends.native import OpenState, Ranges, Turns, address_of
 from hicache_hooks.backends.slots import claim
 
 PAGE = 4096
@@ -129,3 +129,34 @@ def test_a_dead_process_frees_its_directory(tmp_path: Path) -> None:
     slot = claim(str(tmp_path))
     assert slot.path.endswith("slot-0")
     slot.release()
+
+
+def test_a_key_is_written_by_one_thread_at_a_time() -> None:
+    turns = Turns(10.0)
+    entered = threading.Event()
+    order: list[str] = []
+
+    def other() -> None:
+        with turns.of({"b", "c"}):
+            order.append("second")
+            entered.set()
+
+    with turns.of({"a", "b"}):
+        thread = threading.Thread(target=other)
+        thread.start()
+        with turns.of({"d"}):
+            order.append("first")
+        assert not entered.is_set()
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_a_stuck_writer_holds_others_for_a_while_only() -> None:
+    turns = Turns(0.01)
+    with turns.of({"a"}):
+        with turns.of({"a", "b"}):
+            pass
+        with turns.of({"b"}):
+            pass
+    with turns.of({"a"}):
+        pass
