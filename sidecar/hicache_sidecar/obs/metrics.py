@@ -13,6 +13,7 @@ from hicache_proto import __version__
 from hicache_proto.model import State
 from hicache_sidecar.obs import failover
 from hicache_sidecar.obs.counters import Counters
+from hicache_sidecar.obs.guards import GuardMetrics, latency
 from hicache_sidecar.obs.usage import RESULTS, UsageTotals
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Metrics:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._usage = UsageTotals()
+        self._guards = GuardMetrics()
         self._sessions: dict[int, str] = {}
         self._coordinator: Coordinator | None = None
         self._registry: Any = None
@@ -69,7 +71,9 @@ class Metrics:
             self._sessions[session.rank] = session.id
             # A session of another process counts from zero; after our own restart the first report is the base.
             self._usage.restarted(session.rank)
+            self._guards.restarted(session.rank)
         self._usage.observe(session.rank, session.report.usage)
+        self._guards.observe(session.rank, session.report)
 
     # ---- collecting
 
@@ -79,7 +83,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """One family after the other, from snapshots; no I/O."""
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         def gauge(name: str, text: str, labels: Labels, samples: Samples) -> Any:
             family = GaugeMetricFamily(name, text, labels=labels)
@@ -100,11 +104,18 @@ class Metrics:
             return
         for kind, name, text, labels, samples in self._engine(self._coordinator):
             yield (gauge if kind == "gauge" else counter)(name, text, labels, samples)
+        spread = HistogramMetricFamily(
+            "hicache_storage_call_duration_seconds", "Backend calls by duration", labels=("rank", "op")
+        )
+        for values, buckets, seconds in latency(self._usage.totals()):
+            spread.add_metric(values, buckets, seconds)
+        yield spread
 
     def _engine(self, coordinator: "Coordinator") -> Iterator[tuple[str, str, str, Labels, Samples]]:
         registry, counts = coordinator.registry, coordinator.counters
         sessions = dict(registry.ranks)
         self._usage.keep(sessions)
+        self._guards.keep(sessions)
         reports = {(str(rank),): session.report for rank, session in sorted(sessions.items())}
         yield "gauge", "hicache_ranks_expected", "Ranks that the topology promises", (), [((), registry.expected)]
         yield "gauge", "hicache_ranks_connected", "Ranks that are connected", (), [((), len(registry.live))]
@@ -116,6 +127,7 @@ class Metrics:
         yield "gauge", "hicache_ranks_missing", "Expected, not connected", (), [((), len(status.missing_ranks))]
         yield from self._ranks(sessions, registry, reports)
         yield from self._storage()
+        yield from self._guards.families(reports)
         yield (
             "counter", "hicache_operations", "Operations that began, by kind and result", ("kind", "result"),
             [(key, n) for key, n in counts.operations.items()],

@@ -7,26 +7,30 @@ number of series is bounded by it (F90). Pure.
 
 from collections.abc import Iterable, Mapping
 
-from hicache_proto.model import OpUsage
+from hicache_proto.model import LATENCY_BOUNDS_S, OpUsage
 
 RESULTS = ("hit", "miss", "error", "timeout", "skipped")
 MAX_OPS = 16  # call kinds per rank: get, put, exists and what a hook may add
 
 Sample = dict[str, float]  # field -> value
-_FIELDS = (*RESULTS, "bytes", "calls", "seconds")
+BUCKETS = (*(f"le_{bound:g}" for bound in LATENCY_BOUNDS_S), "le_inf")  # each for itself, not cumulative
+_FIELDS = (*RESULTS, "bytes", "calls", "seconds", *BUCKETS)
 
 
 def _sample(usage: OpUsage) -> Sample:
     flat: Sample = {name: getattr(usage, name) for name in (*RESULTS, "bytes")}
     flat["calls"] = usage.latency.count
     flat["seconds"] = usage.latency.total_s
+    counted = usage.latency.buckets if len(usage.latency.buckets) == len(BUCKETS) else [0] * len(BUCKETS)
+    flat.update(zip(BUCKETS, counted, strict=True))
     return flat
 
 
 class UsageTotals:
     """Running totals by (rank, call kind)."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_ops: int = MAX_OPS) -> None:
+        self._max_ops = max_ops
         self._totals: dict[tuple[int, str], Sample] = {}
         self._last: dict[tuple[int, str], Sample] = {}
         self._said: dict[tuple[int, str], OpUsage] = {}  # what ``_last`` was made of
@@ -37,7 +41,7 @@ class UsageTotals:
             key = (rank, op)
             if self._said.get(key) == one:
                 continue  # most reports of a phase or a quiet second say what the last one said
-            if key not in self._totals and sum(1 for known, _ in self._totals if known == rank) >= MAX_OPS:
+            if key not in self._totals and sum(1 for known, _ in self._totals if known == rank) >= self._max_ops:
                 continue
             now = _sample(one)
             before = self._last.get(key, dict.fromkeys(_FIELDS, 0.0))
