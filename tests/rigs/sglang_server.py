@@ -143,7 +143,8 @@ class Stack:
         process = self.processes.start(f"sglang-{self.topology}-{self._restarts}", argv, {
             "HICACHE_SIDECAR": self.sidecar.endpoint,
             "HICACHE_DYNAMIC_BACKENDS": ",".join(
-                f"rig_stores:{name}" for name in ("PlainStore", "OneRankFails", "SlowStart", "HangingGet")
+                f"rig_stores:{name}"
+                for name in ("PlainStore", "OneRankFails", "SlowStart", "HangingGet", "HangingPages")
             ),
             "PYTHONPATH": f"{self._hooks}:{RIG / 'stores'}",
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "",

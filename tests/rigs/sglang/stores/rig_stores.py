@@ -44,3 +44,26 @@ class HangingGet(PlainStore):
         while os.path.exists(self.options["hang_file"]) and time.monotonic() < limit:
             time.sleep(0.01)
         return super().batch_get(keys, target_locations, target_sizes)
+
+
+class HangingPages(PlainStore):
+    """Zero-copy (option `interface_v1`), so that no call of it is ever given up: hangs like `HangingGet`."""
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        pool = self.mem_pool_host
+        return [self.set(key, pool.get_data_page(at)) for key, at in zip(keys, self._starts(host_indices), strict=True)]
+
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        limit = time.monotonic() + HANG_LIMIT_S
+        while os.path.exists(self.options["hang_file"]) and time.monotonic() < limit:
+            time.sleep(0.01)
+        pool, found = self.mem_pool_host, []
+        for key, at in zip(keys, self._starts(host_indices), strict=True):
+            page = self.get(key, pool.get_dummy_flat_data_page())
+            if page is not None:
+                pool.set_from_flat_data_page(at, page)
+            found.append(page is not None)
+        return found
+
+    def _starts(self, host_indices):
+        return [int(at) for at in host_indices[:: self.mem_pool_host.page_size]]
