@@ -42,7 +42,7 @@ def load() -> Any:
 @contextmanager
 def vendor_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """While inside, the vendor's code reads ``settings`` over the process's variables."""
-    envs = importlib.import_module("aibrix_kvcache.envs")
+    envs: Any = importlib.import_module("aibrix_kvcache.envs")
     seen = {**os.environ, **settings}
     view = SimpleNamespace(getenv=seen.get, environ=seen, path=os.path)
     with _building:
@@ -106,9 +106,9 @@ def _slab(page_bytes: int, l1_bytes: int) -> int:
 
 def end(manager: Any) -> None:
     """Close a manager, also one whose construction failed. The vendor stops its event loop and forgets to close it."""
-    loop = getattr(manager, "_event_loop", None)
-    thread = getattr(manager, "_thread", None)
-    executor = getattr(manager, "_executor", None)
+    loop: Any = getattr(manager, "_event_loop", None)
+    thread: Any = getattr(manager, "_thread", None)
+    executor: Any = getattr(manager, "_executor", None)
     try:
         if hasattr(manager, "_infight_cv"):
             manager.close()
