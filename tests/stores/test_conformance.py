@@ -155,10 +155,10 @@ def test_bit_exact_in_every_layout_it_accepts(stand: Stand, shared_host: Host, l
     assert found == {"stored": 16, "read": 16, "equal": True}
 
 
-def test_four_threads_on_one_backend(own_host: Host) -> None:
+def test_four_threads_on_one_backend(stand: Stand, own_host: Host) -> None:
     own_host.open()
-    found = own_host.call("probe", name="hammer", threads=THREADS, rounds=30, batch=8, timeout_s=90.0)
-    assert found == {"hits": THREADS * 30 * 8, "wrong": 0, "refused": 0}
+    found = own_host.call("probe", name="hammer", threads=THREADS, rounds=stand.rounds, batch=8, timeout_s=120.0)
+    assert found == {"hits": THREADS * stand.rounds * 8, "wrong": 0, "refused": 0}
     assert own_host.put([820]) == [True]
     assert own_host.get([820]) == ["hit"]
     own_host.close()

@@ -34,6 +34,7 @@ class Stand:
     dead_call_s: ClassVar[float] = 10.0  # no call takes longer while the server is dead or hangs
     back_s: ClassVar[float] = 20.0  # the same open backend works again so soon after the server is back
     open_s: ClassVar[float] = 60.0  # deadline of open, which may import a vendor's package
+    rounds: ClassVar[int] = 30  # of each thread in the check of four threads; fewer for a slow store
     cycles: ClassVar[int] = 200  # open/close cycles of the leak check; fewer only with the reason beside it
     cycles_s: ClassVar[float] = 120.0
     warm_cycles: ClassVar[int] = 0  # before the first look; 0: a tenth of them. More only with the reason beside it

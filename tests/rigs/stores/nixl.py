@@ -82,6 +82,7 @@ class ObjectStand(WeedStand):
     dead_call_s = 10.0
     back_s = 60.0  # the server looks for its volumes for some seconds after a kill
     timeout_s = 4.0
+    rounds = 8  # 0.07 GB/s
 
     @staticmethod
     def missing() -> str | None:
