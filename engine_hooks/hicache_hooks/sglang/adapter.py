@@ -8,6 +8,7 @@ from typing import Any
 from hicache_hooks.cache.config import Running, compare, knob_warnings
 from hicache_hooks.embedded.usage import UsageTotals
 from hicache_hooks.sglang import frontend, topology
+from hicache_hooks.sglang.backfill import TreeBackfill
 from hicache_hooks.sglang.build import BackendBuilder, wait_and_close
 from hicache_hooks.sglang.clear import clear_namespace
 from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig, registered, resolve
@@ -60,6 +61,7 @@ class SglangAdapter:
         self.storage_threads = StorageThreads(self._controller)
         self._live = LiveState(scheduler, self._namespace)
         self._installer = Installer(scheduler, self.storage_threads)
+        self._backfill = TreeBackfill(scheduler.tree_cache)
         self._builder = BackendBuilder(scheduler, self._namespace)
         self._usage = UsageTotals()
         self._seen: Any = None  # the guard that was counted last
@@ -139,6 +141,7 @@ class SglangAdapter:
             return LiveChange(running)
         if running.config is not None:
             self._check_layout(running.config.backend)
+        self._backfill.restart()
         return self._builder.build(running, cancelled)
 
     def close(self, parked: object, timeout_s: float) -> list[str]:
@@ -168,9 +171,8 @@ class SglangAdapter:
     # ------------------------------------------------------------------ scheduler thread
 
     def backfill_slice(self, budget_s: float) -> bool:
-        """The engine hashes the whole tree at once when storage turns on, and offers no smaller step."""
-        del budget_s
-        return True
+        """See ``TreeBackfill``. Nothing is missing while storage is on."""
+        return bool(self._controller.enable_storage) or self._backfill.slice(budget_s)
 
     def swap(self, new: object) -> object:
         """Install ``new``; returns what undoes it."""

@@ -1,6 +1,6 @@
 """PREPARE: builds a backend object with the engine's own config and factory, off the scheduler thread.
 
-Order: config -> directory -> object -> host pools -> page hash -> canary. Nothing of it touches what serves. A
+Order: page hash -> config -> directory -> object -> host pools -> canary. Nothing of it touches what serves. A
 constructor that takes seconds, or fails on one rank only, costs nothing but this thread; on the scheduler thread
 of the stock engine the first stalls all requests, and the second hangs a tensor-parallel world for good.
 """
@@ -44,6 +44,8 @@ class BackendBuilder:
         if not isinstance(config, EngineConfig):
             raise PrepareFailed("not a config of this engine", details={"reason": "internal"})
         options = config.values()
+        _step("page hash", lambda: versions.warm_page_hash(self._controller.page_size))
+        _go_on(cancelled)
         storage_config = _step("storage config", lambda: self._storage_config(options))
         path = options.get(FILE_PATH_KEY) if config.backend == FILE else None
         backend = _step("constructor", lambda: self._construct(config.backend, storage_config, path or None))
@@ -51,8 +53,6 @@ class BackendBuilder:
             _go_on(cancelled)
             _check_directory(config.backend, backend, path or None)
             _step("registration of the host pools", lambda: versions.register_pools(backend, self._controller))
-            _go_on(cancelled)
-            _step("page hash", lambda: versions.warm_page_hash(self._controller.page_size))
             _go_on(cancelled)
             run_canary(backend, self._controller, storage_config, config.backend, self._namespace)
             _go_on(cancelled)

@@ -1,0 +1,57 @@
+"""Page hashes of the tree's nodes, in slices, so that COMMIT finds few missing (scheduler thread).
+
+SGLang hashes nothing while storage is off; its attach then hashes the whole tree in one go, which stands in COMMIT's
+way. So PREPARE walks the tree before, parents first as the engine does, a fraction of a millisecond per loop
+iteration. One walk is enough: the tree goes on changing meanwhile, and the engine's own pass does what came later.
+A hash is a function of the tokens alone; an operation that is given up leaves true hashes behind, which nobody reads.
+
+The Rust tree has no nodes to walk: there the engine's pass does it all.
+"""
+
+import importlib
+import time
+from typing import Any
+
+from hicache_hooks.sglang.versions import SRT
+
+LOOK_EVERY = 16  # nodes between two looks at the clock: most are hashed already
+
+
+class TreeBackfill:
+    """One walk over one scheduler's tree. ``restart`` from any thread; the rest on the scheduler's."""
+
+    def __init__(self, tree: Any) -> None:
+        self._core = getattr(tree, "tree_core", None)
+        self._page_size = int(tree.page_size)
+        self._stack: list[Any] | None = None
+        self._over = False
+        self.hashed = 0
+
+    def restart(self) -> None:
+        """A new PREPARE: walk again."""
+        self._over = False
+
+    def slice(self, budget_s: float) -> bool:
+        """Go on for about ``budget_s``; True when the walk is over."""
+        root = getattr(self._core, "root_node", None)
+        if self._over or root is None or not hasattr(root, "children"):
+            return True
+        compute = importlib.import_module(f"{SRT}.mem_cache.utils").compute_node_hash_values
+        if self._stack is None:
+            self._stack = list(root.children.values())
+        until, seen = time.perf_counter() + budget_s, 0
+        while self._stack:
+            node = self._stack.pop()
+            if node.hash_value is None:
+                parent = node.parent
+                if parent is None or (parent is not root and parent.hash_value is None):
+                    continue  # cut off, or moved below a new node, since it was put here
+                node.hash_value = compute(node, self._page_size)
+                self.hashed += 1
+                seen = 0
+            self._stack.extend(node.children.values())
+            seen += 1
+            if (seen == 1 or seen >= LOOK_EVERY) and time.perf_counter() >= until:
+                return False
+        self._stack, self._over = None, True
+        return True
