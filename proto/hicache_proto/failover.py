@@ -90,7 +90,7 @@ class FailoverStep(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that the failover did or noticed, with its reason. ``at``: ISO 8601, UTC, for people."""
 
     at: str
-    step: str  # suspect, bypass, detach, spare, return, unbypass, recovered, failed, hold, release, given_up, ended
+    step: str  # bypass, unbypass, detach, spare, return, failed, recovered, hold, release, ended
     reason: str = ""
     backend: str | None = None
     to: str | None = None

@@ -10,7 +10,14 @@ from tests.protocol.support import ADMIN, OPERATOR, Side, endpoint, rig, sidecar
 from tests.rigs.stub_engine import StubEngine
 
 from hicache_proto import api
-from hicache_proto.errors import Forbidden, InvalidConfig, InvalidRequest, OperationInProgress, UnknownBackend
+from hicache_proto.errors import (
+    Forbidden,
+    HicacheError,
+    InvalidConfig,
+    InvalidRequest,
+    OperationInProgress,
+    UnknownBackend,
+)
 from hicache_proto.failover import FailoverDocument, FailoverPolicy, FailoverRequest, SetFailoverRequest, Spare
 from hicache_sidecar.core.actor import Actor, Role
 
@@ -63,13 +70,16 @@ async def test_bypass_on_all_ranks_for_one_sick_rank_and_back(tmp_path):
         assert (document.state, document.backend, document.home.hicache_storage_backend) == ("bypassed", "file", "file")
         assert [(r.rank, r.condition) for r in document.ranks] == [(0, "well"), (1, "sick")]
         assert "rank 1: breaker open" in document.reason
-        assert (await side.status()).state == "bypassed"
+        status = await side.status()
+        assert status.state == "bypassed"
+        assert any(text.startswith("failover from file: bypassed: rank 1: breaker open") for text in status.warnings)
         assert side.journal.desired == revision
         await make_sick(stub)
         await stub_sees(stub, lambda: bypassed(stub) == {False})
         await side.until(lambda: "recovered" in steps(side))
         assert (await show(side)).state == "watching"
         assert steps(side) == ["bypass", "unbypass", "recovered"]
+        assert (await side.status()).warnings == []
 
 
 async def test_detach_under_load_is_an_ordinary_operation_and_so_is_the_way_back(tmp_path):
@@ -283,3 +293,36 @@ async def test_a_failover_that_is_cancelled_rests_before_it_tries_again(tmp_path
         await side.until(lambda: side.coordinator.failover.machine.state == "bypassed")
         assert (stub.backends, bypassed(stub)) == ({0: "file"}, {True})
         assert steps(side) == ["bypass", "failed"]
+
+
+async def test_policies_can_be_seen_and_set_in_every_state(tmp_path):
+    """F85: no state in which the answer is not defined; what cannot be checked now is said."""
+    async with sidecar(tmp_path) as side:
+        document = await follow(side, file=quick("spares", spares=[MEM]))  # engine down
+        assert document.warnings == ["not all ranks are connected: the spares were not checked"]
+        with StubEngine(endpoint(tmp_path), dp=2) as stub:
+            await side.ready()
+            states = [(await side.status()).state]
+            await side.attach()
+            states.append((await side.status()).state)
+            await side.ask(api.BypassRequest(enabled=True))
+            states.append((await side.status()).state)
+            await side.ask(api.BypassRequest(enabled=False))
+            await side.ask(api.DrainRequest(timeout_s=5, hold_s=30))
+            states.append((await side.status()).state)
+            assert (await follow(side, file=quick("spares", spares=[MEM]))).warnings == []
+            await side.ask(api.ResumeRequest())
+            await trio.to_thread.run_sync(partial(stub.ranks[1].set, undo_fails=True, busy_at_commit=True))
+            await trio.to_thread.run_sync(partial(stub.ranks[0].set, undo_fails=True, swap_error=True))
+            with pytest.raises(HicacheError):
+                await side.detach()
+            states.append((await side.status()).state)
+            await make_sick(stub, "file")
+            document = await follow(side, file=quick("detach"))
+            assert document.policies["file"].action == "detach"
+            assert (await show(side)).state in ("watching", "suspect")
+        await side.until(lambda: not side.coordinator.registry.live)
+        states.append((await side.status(fresh=False)).state)
+        assert (await follow(side)).policies == {}
+    assert states[:4] == ["detached", "attached", "bypassed", "draining"]
+    assert states[-1] == "engine_down"

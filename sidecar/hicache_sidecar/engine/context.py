@@ -42,6 +42,7 @@ class Context:
     recovering: str = ""  # why changes are refused after a start; empty once recovery ended
     digest: str = ""  # config digest of the desired state, once a rank has told it
     split: str = ""  # first contact found ranks that disagree
+    failover: str = ""  # a store that is left alone by a failover policy, for the status
     jobs: OrderedDict[str, Job] = field(default_factory=OrderedDict)
     # Ranks that were lost while a config was being attached: its digest, and the process that ran then (F19).
     suspects: dict[int, tuple[str, tuple[int, int, str]]] = field(default_factory=dict)
@@ -148,6 +149,8 @@ class Context:
             warnings.append(f"the desired config is quarantined: {quarantined}")
         if self.split:
             warnings.append(self.split)
+        if self.failover:
+            warnings.append(self.failover)
         return status.status_document(
             self.registry, self.book.desired, self.digest, self.running, warnings, quarantined
         )

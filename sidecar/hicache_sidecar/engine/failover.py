@@ -50,6 +50,7 @@ class FailoverDriver:
         self.machine = Failover(record, random.random)
         self._kept = msgspec.msgpack.encode(record)
         self._operation_id: str | None = None
+        self.writing = trio.Lock()  # a policy that was answered is never overwritten by an older record
 
     def _load(self) -> Record:
         stored = self.ctx.book.settings.get(SETTING)
@@ -197,19 +198,31 @@ class FailoverDriver:
             JournalFailed: the daemon ends, as after any failed write of the journal.
         """
         self._tell()
-        record = self.machine.record()
-        text = msgspec.msgpack.encode(record)
-        if text == self._kept:
+        self._show()
+        if msgspec.msgpack.encode(self.machine.record()) == self._kept:
             return False
-        self._kept = text
-        try:
-            await trio.to_thread.run_sync(self.ctx.book.set, SETTING, msgspec.to_builtins(record))
-        except JournalFailed:
-            raise
-        except StoreError as exc:  # a full disk: go on from memory, the store's failure will not wait
-            log.error("the failover's state could not be kept: %s", exc.message)
-            self._step("failed", f"not kept: {exc.message}")
+        async with self.writing:
+            record = self.machine.record()
+            self._kept = msgspec.msgpack.encode(record)
+            try:
+                await trio.to_thread.run_sync(self.ctx.book.set, SETTING, msgspec.to_builtins(record))
+            except JournalFailed:
+                raise
+            except StoreError as exc:  # a full disk: go on from memory, the store's failure will not wait
+                log.error("the failover's state could not be kept: %s", exc.message)
+                self._step("failed", f"not kept: {exc.message}")
         return True
+
+    def _show(self) -> None:
+        """One line for the status while a store is left alone."""
+        machine = self.machine
+        if machine.episode is None or machine.state in ("trial", "suspect", "watching", "off"):
+            self.ctx.failover = ""
+        else:
+            left = machine.episode.home.backend
+            self.ctx.failover = self._clean(
+                f"failover from {left}: {machine.state.replace('_', ' ')}: {machine.reason}"
+            )
 
     def _tell(self) -> None:
         """Every note becomes an event, a line in the log, a count and a row of the document."""

@@ -16,7 +16,7 @@ from hicache_proto.failover import (
 )
 from hicache_proto.model import TargetState
 from hicache_sidecar.core.actor import Actor
-from hicache_sidecar.core.failover_types import Record, look, policy_for, shown_policies, shown_spare, spare_target
+from hicache_sidecar.core.failover_types import look, policy_for, shown_policies, shown_spare, spare_target
 from hicache_sidecar.core.redaction import REDACTED, scrub, secrets_in
 from hicache_sidecar.engine.failover import SETTING, FailoverDriver
 from hicache_sidecar.engine.goals import Goal
@@ -68,10 +68,11 @@ async def set_failover(driver: FailoverDriver, request: SetFailoverRequest, acto
             if policy is not machine.policies.get(name):
                 _check(name, policy)
         warnings = await _ask_ranks(driver, {k: p for k, p in policies.items() if p is not machine.policies.get(k)})
-        record = machine.record()
-        record = Record(policies=policies, episode=record.episode, held=record.held, left_alone=record.left_alone)
-        await trio.to_thread.run_sync(driver.ctx.book.set, SETTING, msgspec.to_builtins(record))
-        machine.set_policies(policies)
+        async with driver.writing:
+            policies = _merged(machine.policies, request)  # as they are now: another request may have come first
+            record = msgspec.structs.replace(machine.record(), policies=policies)
+            await trio.to_thread.run_sync(driver.ctx.book.set, SETTING, msgspec.to_builtins(record))
+            machine.set_policies(policies)
         driver.unreadable = ""
         driver.ctx.hub.publish("failover_policy", backends=sorted(policies), actor=actor.name)
     if request.release:
