@@ -51,7 +51,12 @@ class MooncakeStand(ServerStand):
         return [
             str(MASTER), "-rpc_address=127.0.0.1", f"-rpc_port={self.port}", "-metrics_host=127.0.0.1",
             f"-metrics_port={self.metrics_port}", f"-default_kv_lease_ttl={LEASE_MS}", "-logtostderr",
+            *self.more_flags(),
         ]  # fmt: skip
+
+    def more_flags(self) -> list[str]:
+        """Of a subclass."""
+        return []
 
     def ready(self) -> bool:
         try:
@@ -80,12 +85,16 @@ class MooncakeStand(ServerStand):
         argv.append(json.dumps({"master": f"127.0.0.1:{self.port}", **fields}))
         return Process(f"mooncake-{do}", argv, self.root / f"{do}.log", {"PYTHONPATH": str(ROOT)})
 
-    def shorten(self, key: str, namespace: str) -> bool:
-        process = self.tool("shorten", key=key)
+    def replace(self, key: str, percent: int) -> bool:
+        """Another client stores the object anew with another length."""
+        process = self.tool("replace", key=key, percent=percent)
         try:
             return process.wait(30) == 0
         finally:
             process.kill()
+
+    def shorten(self, key: str, namespace: str) -> bool:
+        return self.replace(key, 50)
 
 
 class MooncakePeerStand(MooncakeStand):

@@ -1,4 +1,4 @@
-"""Another process at a Mooncake master: contributes memory, or replaces an object by a shorter one."""
+"""Another process at a Mooncake master: contributes memory, or replaces an object by one of another length."""
 
 import json
 import os
@@ -26,21 +26,22 @@ def contribute(master: str, nbytes: int) -> None:
     del store
 
 
-def shorten(master: str, key: str) -> None:
-    """Half of the object's bytes under the same key."""
+def replace(master: str, key: str, percent: int) -> None:
+    """Another length of the object's bytes under the same key."""
     store = client(master, 0)
     whole = bytes(store.get(key))
     if not whole:
         raise SystemExit("no such object")
-    codes = [store.remove(key, True), store.put(key, whole[: len(whole) // 2])]
-    if codes != [0, 0] or store.get_size(key) != len(whole) // 2:
+    other = (whole * 2)[: len(whole) * percent // 100]
+    codes = [store.remove(key, True), store.put(key, other)]
+    if codes != [0, 0] or store.get_size(key) != len(other):
         raise SystemExit(f"{codes}")
 
 
 def main() -> None:
     """``DO JSON``; ends without closing, which would take seconds."""
     do, fields = sys.argv[1], json.loads(sys.argv[2])
-    {"contribute": contribute, "shorten": shorten}[do](**fields)
+    {"contribute": contribute, "replace": replace}[do](**fields)
     os._exit(0)
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from tests.rigs.stores.host_main import Opened
@@ -45,33 +45,62 @@ def hammer(opened: "Opened", threads: int, rounds: int, batch: int) -> dict[str,
     return counts
 
 
-def gil_gap(opened: "Opened", numbers: list[int], rounds: int) -> dict[str, float]:
-    """Longest time that another thread did not run while pages were written and read, in seconds."""
-    done = threading.Event()
-    gaps: list[float] = [0.0]
+class GapClock:
+    """While inside: the longest time that this process's other threads did not run, in seconds."""
 
-    def tick() -> None:
+    def __init__(self) -> None:
+        self.gap_s = self.took_s = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
         last = time.monotonic()
-        while not done.is_set():
+        while not self._done.is_set():
             time.sleep(TICK_S)  # the pace of the clock that is looked at
             now = time.monotonic()
-            gaps.append(now - last)
+            self.gap_s = max(self.gap_s, now - last)
             last = now
 
-    clock = threading.Thread(target=tick)
-    clock.start()
-    began = time.monotonic()
-    try:
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.took_s = time.monotonic() - self._began
+        self._done.set()
+        self._thread.join()
+
+
+def gil_gap(opened: "Opened", numbers: list[int], rounds: int) -> dict[str, float]:
+    """Longest time that another thread did not run while pages were written and read, in seconds."""
+    with GapClock() as clock:
         for _ in range(rounds):
             try:
                 opened.put(numbers, 1)
                 opened.get(numbers)
             except Exception:  # a dead server is looked at too: only the gap counts here
                 pass
-    finally:
-        done.set()
-        clock.join()
-    return {"gap_s": max(gaps), "took_s": time.monotonic() - began}
+    return {"gap_s": clock.gap_s, "took_s": clock.took_s}
+
+
+def close_gap(opened: "Opened") -> dict[str, float]:
+    """As ``gil_gap``, for the close."""
+    with GapClock() as clock:
+        opened.close()
+    return {"gap_s": clock.gap_s, "took_s": clock.took_s}
+
+
+def strangers(opened: "Opened", number: int) -> dict[str, str]:
+    """Put and get with memory that was never registered: what they say."""
+    page = memoryview(bytearray(opened.page_bytes))
+    said = {}
+    for name, call in (("put", opened.backend.batch_put), ("get", opened.backend.batch_get)):
+        try:
+            said[name] = repr(call([opened.key(number)], [page]))
+        except Exception as exc:
+            said[name] = f"raised {type(exc).__name__}"
+    return said
 
 
 def fork(opened: "Opened", number: int) -> dict[str, Any]:
