@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rigs.procs import Engine, Processes, Sidecar
+from tests.rigs.procs import Engine, Processes, Sidecar, http_json
 
 from hicache_sidecar.client import Client, ConnectionLost
 
@@ -118,6 +118,29 @@ def test_policies_bypass_and_drain(attached: Host) -> None:
     assert attached.ctl("resume")["success"] is True
     assert attached.ctl("status")["state"] == "attached"
     attached.ctl("policy", "--write-policy", "write_through", "--prefetch-threshold", "64", "--wait", "10")
+
+
+def test_failover_policies(attached: Host) -> None:
+    """Set, seen, checked on the ranks, removed; over the socket and over HTTP."""
+    shown = attached.ctl("failover", "set", "file", "bypass", "--confirm", "5", "--backoff", "10")
+    assert (shown["state"], shown["policies"]["file"]["confirm_s"]) == ("watching", 5.0)
+    spare = f"file={attached.other}"
+    shown = attached.ctl("failover", "set", "*", "spares", "--spare", spare, "--reconnect", "on")
+    assert sorted(shown["policies"]) == ["*", "file"]
+    bad = attached.ctl("failover", "set", "nixl", "spares", "--spare", 'file={"file_storage_pat": "/x"}', code=1)
+    assert bad["error"]["code"] == "invalid_config"
+    assert "spare 0 of 'nixl'" in bad["error"]["message"]
+    code, over_http = http_json("GET", f"{attached.sidecar.url}/hicache/failover")
+    assert (code, sorted(over_http["policies"])) == (200, ["*", "file"])
+    code, over_http = http_json("PUT", f"{attached.sidecar.url}/hicache/failover", {"policies": {}})
+    assert (code, over_http["policies"], over_http["state"]) == (200, {}, "off")
+    assert attached.ctl("failover", "release")["policies"] == {}
+    code, refused = http_json(
+        "PUT", f"{attached.sidecar.url}/hicache/failover", {"policies": {"file": {"action": "?"}}}
+    )
+    assert (code, refused["error"]["code"]) == (422, "invalid_request")
+    ran = attached.run("failover")
+    assert (ran.returncode, "Traceback" in ran.stderr) == (0, False)
 
 
 def test_history_and_rollback(attached: Host) -> None:
