@@ -5,7 +5,8 @@ and HTTP; READY=1 when all of them listen. Engines come and go, so readiness doe
 
 Stop (SIGTERM, SIGINT): nothing new is accepted or read, what runs gets a moment, then the tasks are cancelled, ZMQ is
 closed without lingering and the journal is closed. Everything is over in two seconds whatever was unsent (failures.md
-F103). An operation in flight is settled by its leases and the journal, as after a crash. A second signal cuts it short.
+F103). An operation in flight is undone and its client told so, in the first second of it; if a rank is too slow for
+that, leases and journal settle it, as after a crash. A second signal cuts it short.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from hicache_sidecar.store.journal import Journal
 log = logging.getLogger("hicache.daemon")
 
 STOP_S = 1.6  # from the signal to the cancellation of everything that still runs
+LEAVE_S = 0.7  # for undoing an operation in flight; the connections linger for 1 s, in which the answer must leave
 STATUS_S = 1.0  # how often the STATUS text is looked at; it is sent only when it changed
 
 
@@ -129,6 +131,7 @@ class Daemon:
                 log.info("stopping")
                 self._notifier.stopping()
                 serving.cancel_scope.deadline = trio.current_time() + STOP_S
+                serving.start_soon(coordinator.leave, LEAVE_S)
                 server.stop()
                 api.closing.set()
                 web.stop()

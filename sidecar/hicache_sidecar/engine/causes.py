@@ -11,6 +11,7 @@ from hicache_proto.errors import (
 from hicache_proto.model import QUEUE_COUNTERS, RUNNING_COUNTERS, Blocker
 from hicache_proto.transaction import CoordEvent, CoordPhase, See
 from hicache_sidecar.engine.idle import RETRY_AFTER_S
+from hicache_sidecar.engine.operation import CANCELLED, STOPPING
 
 
 def rows(blockers: list[Blocker]) -> list[dict[str, object]]:
@@ -51,7 +52,7 @@ def cause_of(
         if event.rank >= 0:
             details["rank"] = event.rank
     if event.see is See.CANCEL:
-        return RolledBack("cancelled: every rank is on the old state", details=details | {"reason": "cancelled"})
+        return cancelled(event.detail, "every rank is on the old state", details)
     if event.see is See.BUSY:
         return busy(verb, blockers)
     if event.see is See.TIMEOUT:
@@ -84,6 +85,12 @@ def _late(
         f"{verb}: time ran out in {phase.value}" + (f"; {joined}" if joined else ""),
         details=details | {"silent_ranks": silent},
     )
+
+
+def cancelled(why: str, what: str, details: dict[str, object] | None = None) -> RolledBack:
+    """The end of an operation that somebody (``why``) did not let go on."""
+    reason = "stopping" if why == STOPPING else "cancelled"
+    return RolledBack(f"{why or CANCELLED}: {what}", details={**(details or {}), "reason": reason})
 
 
 def not_restored(cause: HicacheError, split: dict[int, str]) -> HicacheError:

@@ -23,7 +23,6 @@ from hicache_proto.errors import (
     NoEngine,
     Quarantined,
     RevisionMismatch,
-    RolledBack,
     UnsupportedByEngine,
     from_body,
 )
@@ -33,7 +32,7 @@ from hicache_proto.transaction import RankPhase
 from hicache_sidecar.core.actor import Actor
 from hicache_sidecar.core.redaction import redact_config
 from hicache_sidecar.core.service import Progress
-from hicache_sidecar.engine import idle, status
+from hicache_sidecar.engine import causes, idle, status
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.fanout import RankAnswer
 from hicache_sidecar.engine.goals import Goal, check_shape, goal_of
@@ -181,7 +180,7 @@ class Changes:
         if goal.mode == Mode.STRICT and goal.wait_s == 0 and not goal.dry_run:
             await self.probe(job, goal.verb, fresh_s=PROBE_S)  # VALIDATE's answers carried reports
         if job.cancelled_early:
-            raise RolledBack("cancelled before anything began", details={"reason": "cancelled"})
+            raise causes.cancelled(job.cancel_why, "nothing began")
         return await self.transactor.execute(
             job,
             goal,

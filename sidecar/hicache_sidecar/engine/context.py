@@ -17,13 +17,15 @@ from hicache_sidecar.engine import status
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
-from hicache_sidecar.engine.operation import KEEP_JOBS, Job
+from hicache_sidecar.engine.operation import KEEP_JOBS, STOPPING, Job
 from hicache_sidecar.engine.registry import Registry
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.store.errors import JournalFailed
 from hicache_sidecar.store.journal import Journal
 
 log = logging.getLogger("hicache_sidecar.engine")
+
+SETTLED_LATER = f"{STOPPING}; the outcome is settled at its next start"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +41,7 @@ class Context:
     nursery: trio.Nursery
     faults: Faults = OFF
     running: Job | None = None
+    leaving: bool = False  # the daemon stops
     recovering: str = ""  # why changes are refused after a start; empty once recovery ended
     digest: str = ""  # config digest of the desired state, once a rank has told it
     split: str = ""  # first contact found ranks that disagree
@@ -55,6 +58,8 @@ class Context:
         Raises:
             OperationInProgress: another runs; its id is in the error (F7).
         """
+        if self.leaving:
+            raise OperationInProgress(STOPPING, details={"reason": "stopping"})
         if self.running is not None:
             raise OperationInProgress(
                 f"{self.running.kind} {self.running.id} is running since {self.running.started_at}"
@@ -77,7 +82,10 @@ class Context:
         answer: api.Document | None = None
         error: HicacheError | None = None
         try:
-            answer = await work(job)
+            with job.scope:
+                answer = await work(job)
+            if job.scope.cancelled_caught:
+                error = Internal(SETTLED_LATER, details={"reason": "stopping"})
         except JournalFailed as exc:
             self.release(job, None, exc)
             log.critical("the journal failed, the daemon ends: %s", exc.message)
@@ -88,7 +96,7 @@ class Context:
             log.exception("operation %s failed by a defect", job.id)
             error = Internal(f"a defect of the sidecar: {type(exc).__name__}", operation_id=job.id)
         except BaseException:
-            self.release(job, None, Internal("the sidecar is stopping; the outcome is settled at its next start"))
+            self.release(job, None, Internal(SETTLED_LATER, details={"reason": "stopping"}))
             raise
         self.faults.hit("answer", "before_send")
         self.release(job, answer, error)
@@ -110,6 +118,18 @@ class Context:
         line = {"actor": actor, "action": action, "result": result, **facts}
         self.counters.audit_lines += 1
         self.hub.publish("audit", **line)
+
+    async def leave(self, within_s: float) -> None:
+        """The daemon stops: nothing new begins; what runs goes back to the old state, or ends if the new one is
+        decided. What is not over ``within_s`` seconds later is left to the leases and the journal."""
+        self.leaving = True
+        job = self.running
+        if job is None:
+            return
+        job.cancel(STOPPING)
+        with trio.move_on_after(within_s):
+            await job.done.wait()
+        job.scope.cancel()
 
     # ---- ranks
 

@@ -165,6 +165,10 @@ class Coordinator:
         authorize(actor, request)
         return self.ctx.hub.follow(lambda: dict(msgspec.to_builtins(self.ctx.status())), request.last_event_id)
 
+    async def leave(self, within_s: float) -> None:
+        """The daemon stops: see ``Context.leave``."""
+        await self.ctx.leave(within_s)
+
     # ---- health
 
     def live(self) -> dict[str, Any]:

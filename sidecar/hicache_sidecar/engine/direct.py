@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from hicache_proto import api
-from hicache_proto.errors import DeadlineExceeded, InvalidRequest, NotIdle, RolledBack
+from hicache_proto.errors import DeadlineExceeded, InvalidRequest, NotIdle
 from hicache_proto.hooklink import Bypass, ClearNamespace, Hold, Release, WatchIdle
 from hicache_proto.model import State
 from hicache_sidecar.core.actor import Actor
@@ -177,7 +177,7 @@ class Direct:
                 )
             with trio.move_on_at(job.deadline):
                 await ctx.registry.changed.park()
-        raise RolledBack("cancelled: admission is open again", details={"reason": "cancelled"})
+        raise causes.cancelled(job.cancel_why, "admission is open again")
 
     async def _hold(self, hold_s: float) -> dict[int, RankAnswer]:
         deadline = trio.current_time() + self.ctx.settings.call_s

@@ -186,7 +186,7 @@ class Drive:
     def _cancel(self) -> bool:
         if self.rec.outcome or self.rec.phase is CoordPhase.OUTCOME:
             return False
-        self._post(CoordEvent(See.CANCEL, detail="cancelled"))
+        self._post(CoordEvent(See.CANCEL, detail=self.job.cancel_why))
         return True
 
     # ---- actions

@@ -14,6 +14,7 @@ from hicache_sidecar.core.redaction import redact_config, redact_text, scrub, se
 from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine.events import EventHub, now_iso
 
+CANCELLED, STOPPING = "cancelled", "the sidecar is stopping"  # why an operation is cancelled
 KEEP_JOBS = 200  # finished operations that can still be polled
 
 
@@ -55,7 +56,9 @@ class Job:
     done: trio.Event = field(default_factory=trio.Event)
     listeners: list[Progress] = field(default_factory=list)
     on_cancel: Callable[[], bool] | None = None  # set while a cancel can still restore the old state
+    cancel_why: str = CANCELLED
     cancelled_early: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of its task
     _secrets_of: str | None = None
     _secrets: set[str] = field(default_factory=set)
 
@@ -74,6 +77,14 @@ class Job:
         self.hub.publish(
             "operation", operation_id=self.id, operation=self.kind, phase=phase, message=self.clean(message)
         )
+
+    def cancel(self, why: str = CANCELLED) -> bool:
+        """Ask for the old state; False when the new one is decided already. ``done`` says when it is over."""
+        self.cancel_why = why
+        if self.on_cancel is not None:
+            return self.on_cancel()
+        self.cancelled_early = self.cancelled_early or self.phase == "validate"
+        return True
 
     def tell(self, message: str = "") -> None:
         """Progress to the clients that wait."""

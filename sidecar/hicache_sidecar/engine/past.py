@@ -45,15 +45,12 @@ class Past:
         job = self._job(request.operation_id)
         if job.done.is_set():
             return job.document()
-        if job.on_cancel is not None:
-            if not job.on_cancel():
-                raise InvalidRequest(
-                    f"{job.kind} {job.id} is past the point of cancelling (phase {job.phase})",
-                    details={"reason": "too_late", "phase": job.phase},
-                    operation_id=job.id,
-                )
-        elif job.phase == "validate":
-            job.cancelled_early = True
+        if not job.cancel():
+            raise InvalidRequest(
+                f"{job.kind} {job.id} is past the point of cancelling (phase {job.phase})",
+                details={"reason": "too_late", "phase": job.phase},
+                operation_id=job.id,
+            )
         with trio.move_on_after(CANCEL_WAIT_S):
             await job.done.wait()
         return job.document()
