@@ -9,15 +9,21 @@ own gate holds is no blocker. ``engine_verdict`` is the whole verdict once more:
 blocks before anybody taught us its name (F2).
 """
 
-from typing import Any
+from typing import Any, Protocol
 
-from hicache_hooks.sglang.threads import StorageThreads
 from hicache_proto.model import IdleReport
 
 PAUSED = "engine_paused"
 
 
-def idle_report(scheduler: Any, threads: StorageThreads) -> IdleReport:
+class Threads(Protocol):
+    """What is asked of the storage threads."""
+
+    def counters(self) -> dict[str, int]:
+        """``storage_calls``, ``storage_queues``."""
+
+
+def idle_report(scheduler: Any, threads: Threads) -> IdleReport:
     """All counters now. Raises AttributeError when this engine lacks what a mandatory counter reads."""
     s = scheduler
     counters = {

@@ -9,6 +9,7 @@ from hicache_hooks.sglang import drift, topology, versions
 from hicache_hooks.sglang.adapter import SglangAdapter
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
+from hicache_hooks.sglang.refusing import RefusingAdapter
 from hicache_hooks.sglang.wake import AFTERGLOW_S, Pulse, Waker
 from hicache_hooks.sglang.world import BroadcastWorld
 from hicache_hooks.world import WorldCommand
@@ -33,7 +34,9 @@ class SchedulerRank:
         self._waker = Waker(getattr(scheduler, "idle_sleeper", None))
         group = topology.parallel().tp_group.cpu_group if place.tp_size > 1 else None
         self.world = BroadcastWorld(leader=place.leader, ranks=place.tp_size * place.pp_size, group=group)
-        self.adapter = SglangAdapter(scheduler, problems, self._wake)
+        controller = getattr(scheduler.tree_cache, "cache_controller", None)
+        kind = RefusingAdapter if controller is None else SglangAdapter
+        self.adapter = kind(scheduler, problems, self._wake)
         self.hook = RankHook(
             self.adapter,
             endpoint,

@@ -1,35 +1,36 @@
-"""SGLang's request types as ``held`` needs them. Imported only inside the engine."""
+"""SGLang's request types as ``held`` needs them."""
 
+import importlib
 from typing import Any
 
 import msgspec
-from sglang.srt.managers.io_struct import (
-    AbortReq,
-    BatchTokenizedEmbeddingReqInput,
-    BatchTokenizedGenerateReqInput,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
-)
-from sglang.srt.managers.mm_utils import discard_shm_features, has_shm_features
-from sglang.srt.managers.utils import is_health_check_generate_req
 
-_BATCH = (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)
-_WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, *_BATCH)
+from hicache_hooks.sglang.versions import SRT
 
 
 class SchedulerRequests:
-    """``EngineRequests`` of one scheduler."""
+    """``EngineRequests`` of one scheduler. Made inside the engine alone."""
 
     def __init__(self, scheduler: Any) -> None:
+        """
+        Raises:
+            ImportError, AttributeError: this engine has other types.
+        """
+        types = importlib.import_module(f"{SRT}.managers.io_struct")
         self._scheduler = scheduler
+        self._abort_type: Any = types.AbortReq
+        self._batch = (types.BatchTokenizedGenerateReqInput, types.BatchTokenizedEmbeddingReqInput)
+        self._work = (types.TokenizedGenerateReqInput, types.TokenizedEmbeddingReqInput, *self._batch)
+        self._is_health = importlib.import_module(f"{SRT}.managers.utils").is_health_check_generate_req
+        self._multimodal = importlib.import_module(f"{SRT}.managers.mm_utils")
 
     def is_work(self, request: Any) -> bool:
         """See ``EngineRequests``."""
-        return isinstance(request, _WORK)
+        return isinstance(request, self._work)
 
     def batch_of(self, request: Any) -> list[Any] | None:
         """See ``EngineRequests``."""
-        return list(request.batch) if isinstance(request, _BATCH) else None
+        return list(request.batch) if isinstance(request, self._batch) else None
 
     def with_batch(self, request: Any, members: list[Any]) -> Any:
         """See ``EngineRequests``; ``rids`` runs parallel to the batch."""
@@ -40,17 +41,17 @@ class SchedulerRequests:
 
     def is_abort(self, request: Any) -> bool:
         """See ``EngineRequests``."""
-        return isinstance(request, AbortReq)
+        return isinstance(request, self._abort_type)
 
     def is_health_check(self, request: Any) -> bool:
         """See ``EngineRequests``."""
-        return bool(is_health_check_generate_req(request))
+        return bool(self._is_health(request))
 
     def answer_abort(self, held: Any, abort: Any) -> None:
         """See ``EngineRequests``. The engine keeps no state of it yet: the answer to its client is all."""
-        if has_shm_features([held]):
-            discard_shm_features(held)
-        message = AbortReq(rid=held.rid, finished_reason=abort.finished_reason)
+        if self._multimodal.has_shm_features([held]):
+            self._multimodal.discard_shm_features(held)
+        message = self._abort_type(rid=held.rid, finished_reason=abort.finished_reason)
         scheduler = self._scheduler
         if hasattr(scheduler, "send_abort_output"):  # since 0.5.21; knows the Rust server's ring
             scheduler.send_abort_output(message, held)

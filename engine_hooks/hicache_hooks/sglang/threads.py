@@ -102,6 +102,18 @@ class StorageThreads:
         return {name: thread for name, thread in found.items() if thread is not None}
 
 
+class NoThreads:
+    """Where there is no storage at all."""
+
+    def counters(self) -> dict[str, int]:
+        """Nothing is ever busy."""
+        return {"storage_calls": 0, "storage_queues": 0}
+
+    def repair(self) -> list[str]:
+        """Nothing to do."""
+        return []
+
+
 def queued(controller: Any) -> int:
     """Entries of the storage queues; wake-up marks (None) are none."""
     queues = (getattr(controller, name, None) for name in QUEUES)

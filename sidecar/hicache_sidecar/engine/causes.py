@@ -7,6 +7,7 @@ from hicache_proto.errors import (
     NotIdle,
     PrepareFailed,
     RolledBack,
+    UnsupportedByEngine,
 )
 from hicache_proto.model import QUEUE_COUNTERS, RUNNING_COUNTERS, Blocker
 from hicache_proto.transaction import CoordEvent, CoordPhase, See
@@ -59,6 +60,9 @@ def cause_of(
         return _late(phase, event, silent, blockers, details, verb=verb, drain=drain)
     if phase is CoordPhase.PREPARE:
         return PrepareFailed(event.detail or "a rank could not prepare", details=details)
+    if phase is CoordPhase.FREEZE and isinstance(error, UnsupportedByEngine):
+        # Nothing was switched: a refusal by name (a paused engine, counters that cannot be read), no roll-back.
+        return UnsupportedByEngine(event.detail or error.message, details=details, hint=error.hint)
     return RolledBack(event.detail or "a rank did not switch", details=details)
 
 

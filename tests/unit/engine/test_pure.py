@@ -153,6 +153,7 @@ BUSY = [Blocker(rank=1, name="running_batch", count=2)]
         (CoordPhase.FREEZE, See.BUSY, {"blockers": BUSY}, "not_idle"),
         (CoordPhase.FREEZE, See.TIMEOUT, {"blockers": BUSY, "drain": True}, "deadline_exceeded"),
         (CoordPhase.FREEZE, See.LOST, {}, "rolled_back"),
+        (CoordPhase.FREEZE, See.FAILED, {"error": UnsupportedByEngine("paused")}, "unsupported_by_engine"),
         (CoordPhase.COMMIT, See.FAILED, {}, "rolled_back"),
         (CoordPhase.COMMIT, See.DOUBT, {}, "rolled_back"),
         (CoordPhase.PREPARE, See.CANCEL, {}, "rolled_back"),

@@ -48,7 +48,7 @@ def blocking(report: IdleReport) -> dict[str, int]:
 
 def test_an_idle_scheduler_reports_every_mandatory_counter() -> None:
     """F2: one that is missing would count as an error, not as idle."""
-    report = idle_report(scheduler(), Threads())  # type: ignore[arg-type]
+    report = idle_report(scheduler(), Threads())
     assert set(MANDATORY_COUNTERS) <= set(report.counters)
     assert blocking(report) == {}
     assert report.hopeless == ""
@@ -77,13 +77,13 @@ def test_an_idle_scheduler_reports_every_mandatory_counter() -> None:
 )
 def test_each_predicate_blocks_by_its_own_name(change: str, value: Any, name: str) -> None:
     """F1."""
-    report = idle_report(scheduler(**{change: value}), Threads())  # type: ignore[arg-type]
+    report = idle_report(scheduler(**{change: value}), Threads())
     assert list(blocking(report)) == [name]
 
 
 def test_storage_threads_and_queues_block_although_the_engine_says_idle() -> None:
     """F11: a terminated prefetch leaves its thread inside the store."""
-    report = idle_report(scheduler(), Threads(calls=1, queued=2))  # type: ignore[arg-type]
+    report = idle_report(scheduler(), Threads(calls=1, queued=2))
     assert blocking(report) == {"storage_calls": 1, "storage_queues": 2}
 
 
@@ -95,7 +95,7 @@ def test_disaggregation_queues() -> None:
         disagg_decode_transfer_queue=queue,
         decode_offload_manager=SimpleNamespace(ongoing_offload=[1]),
     )
-    assert blocking(idle_report(decode, Threads())) == {  # type: ignore[arg-type]
+    assert blocking(idle_report(decode, Threads())) == {
         "disagg_prealloc_queue": 1, "disagg_retracted_queue": 2, "disagg_transfer_queue": 1,
         "disagg_deferred_releases": 1, "disagg_offload": 1,
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_disaggregation_queues() -> None:
         disagg_prefill_bootstrap_queue=queue,
         disagg_prefill_inflight_queue=[1, 2],
     )
-    assert blocking(idle_report(prefill, Threads())) == {  # type: ignore[arg-type]
+    assert blocking(idle_report(prefill, Threads())) == {
         "disagg_bootstrap_queue": 1, "disagg_inflight_queue": 2,
     }  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_a_paused_engine_with_running_requests_is_refused_by_name() -> None:
             return RankIdentity()
 
         def idle_report(self) -> IdleReport:
-            return idle_report(paused, Threads())  # type: ignore[arg-type]
+            return idle_report(paused, Threads())
 
     gate = IdleGate(Adapter())  # type: ignore[arg-type]
     refusal = gate.refusal()
@@ -133,4 +133,4 @@ def test_an_engine_that_lacks_a_predicate_is_not_idle() -> None:
     broken = scheduler()
     del broken.grammar_manager
     with pytest.raises(AttributeError):
-        idle_report(broken, Threads())  # type: ignore[arg-type]
+        idle_report(broken, Threads())
