@@ -1,6 +1,6 @@
 """Versions, errors and round trips of every message on both links."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -73,6 +73,10 @@ def example(kind: Any) -> Any:
     if kind in simple:
         return simple[kind]
     arguments = get_args(kind)
+    if hasattr(kind, "__metadata__"):  # Annotated
+        return example(kind.__origin__)
+    if get_origin(kind) is Literal:
+        return arguments[-1]
     origin = getattr(kind, "__origin__", None)
     if origin is list:
         return [example(arguments[0])]
