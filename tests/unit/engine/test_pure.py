@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_proto import api
-from hicache_proto.errors import Inconsistent, InvalidRequest, PrepareFailed, RolledBack
+from hicache_proto.errors import Inconsistent, InvalidRequest, PrepareFailed, RolledBack, UnsupportedByEngine
 from hicache_proto.model import MANDATORY_COUNTERS, Blocker, EffectiveState, IdleReport, TargetState
 from hicache_proto.transaction import CoordEvent, CoordPhase, See
 from hicache_sidecar.core.redaction import (
