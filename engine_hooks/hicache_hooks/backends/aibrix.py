@@ -71,12 +71,16 @@ class AibrixStore:
 
         Raises:
             BackendUnavailable: the package is not usable; others are the vendor's.
+            OSError: the directory cannot be used.
         """
         ours = {}
         if self._options.l2_backend == "ROCKSDB":
             root = os.path.expanduser(str(self._options.l2_options.get("rocksdb_root", DEFAULT_ROCKSDB_ROOT)))
             self._slot = claim(os.path.join(root, self._namespace))
             ours["rocksdb_root"] = self._slot.path
+        elif self._options.l2_backend == "SHFS" and "shfs_root" in self._options.l2_options:
+            # The vendor takes a path that cannot be a directory, and fails at every put.
+            os.makedirs(str(self._options.l2_options["shfs_root"]), mode=0o770, exist_ok=True)
         self._manager = make(self._page_bytes, self._options.settings(**ours), self._l1_bytes)
         self._hashes = importlib.import_module("aibrix_kvcache").BlockHashes
         self._state.opened()
