@@ -275,11 +275,12 @@ class CacheController:
     def flush(self) -> bool:
         """Empty L1 and L2. False, and nothing is touched, when a request or a transfer is alive.
 
-        A backup that was given up counts too: a thread may still read the pages that the tree holds for it.
+        Pages of a backup that was given up go to the backup: a thread may still read them.
         """
-        if self._requests or self._writer.backups or any(self.counters().values()):
+        if self._requests or any(self.counters().values()):
             return False
         s = self._s
+        self._writer.leave_tree()
         for node in s.tree.nodes():
             s.device_ledger.free_tree(node.device or [])
             s.host_ledger.free_tree(node.host or [])

@@ -108,6 +108,20 @@ class PageLedger:
             self._owner[page] = TREE
         self._tree += len(pages)
 
+    def from_tree(self, operation: int, pages: Sequence[int]) -> None:
+        """Move pages from the tree to an operation.
+
+        Raises:
+            LedgerError: no such operation, or a page that the tree does not own.
+        """
+        owned = self._owned(operation)
+        if len(set(pages)) != len(pages) or any(self._owner[page] != TREE for page in pages):
+            raise LedgerError(f"taken from the tree without its owning all of them: {list(pages)}")
+        for page in pages:
+            self._owner[page] = operation
+        self._tree -= len(pages)
+        owned.update(pages)
+
     def release(self, operation: int, pages: Sequence[int]) -> None:
         """Free pages of an operation.
 

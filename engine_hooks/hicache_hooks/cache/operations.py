@@ -200,6 +200,7 @@ class Backup(PagedOperation):
     def __init__(self, *args: Any, node: "Node", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.node = node
+        self.left_tree = False  # its pages are its own: the tree was emptied meanwhile
 
     def run_batch(self, first: int, last: int) -> None:
         if self.late:

@@ -134,14 +134,26 @@ class Writer:
         del self.backups[backup.number]
         n = len(backup.pages)
         self.pinned -= n
-        s.tree.lock_host(backup.node, -1)
         outcome = backup.outcome(backup.good, n)
-        for node, _ in s.tree.segments(backup.node, n):
-            node.backing = False
-            if outcome == Ended.DONE:
-                node.stored_in = backup.set.id
+        if not backup.left_tree:
+            s.tree.lock_host(backup.node, -1)
+            for node, _ in s.tree.segments(backup.node, n):
+                node.backing = False
+                if outcome == Ended.DONE:
+                    node.stored_in = backup.set.id
         s.stats["stored_pages"] += backup.good
         s.host_ledger.end(backup.number, outcome)
+
+    def leave_tree(self) -> None:
+        """The tree is about to be emptied: backups (all of them given up) keep their pages, and forget their nodes."""
+        s = self._s
+        for backup in self.backups.values():
+            if not backup.left_tree:
+                backup.left_tree = True
+                s.tree.lock_host(backup.node, -1)
+                s.host_ledger.from_tree(backup.number, backup.pages)
+                for node, _ in s.tree.segments(backup.node, len(backup.pages)):
+                    node.host = None
 
     # -- eviction of L1 --------------------------------------------------------------------------------------
 

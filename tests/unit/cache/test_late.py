@@ -124,7 +124,8 @@ def test_pages_of_a_late_read_are_nobody_elses_until_it_is_back() -> None:
     rig.close()
 
 
-def test_a_late_write_stores_the_bytes_of_its_own_pages() -> None:
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_late_write_stores_the_bytes_of_its_own_pages(flushed: bool) -> None:
     """The pages of a put that was given up are not reused: what arrives in the store later is still right."""
     store = Late()
     rig, guard = rig_of(store, device_pages=64, host_pages=40)
@@ -140,9 +141,17 @@ def test_a_late_write_stores_the_bytes_of_its_own_pages() -> None:
     rig.settle()  # nobody waits for it any more
     for i in range(2, 30):
         rig.serve(prompt(8, start=i))
-    assert not rig.ctl.flush()  # its pages are in the tree
+    assert rig.ctl.host_ledger.reserved == 0  # its pages are the tree's, locked
+    if flushed:  # the tree is emptied: now they are the operation's
+        assert rig.ctl.flush()
+        assert (rig.ctl.host_ledger.reserved, rig.ctl.tree.locks()) == (4, 0)
+        for i in range(2, 30):
+            rig.serve(prompt(8, start=i))
     store.go.set()
-    rig.until(lambda: rig.ctl.flush())
+    rig.until(lambda: not rig.ctl._writer.backups)
+    rig.check()
+    assert rig.ctl.flush()
+    assert (rig.ctl.host_ledger.free, rig.ctl.tree.locks()) == (40, 0)
     assert len(store.data) == 4
     fresh = Rig(store=store)
     assert fresh.serve(prompt(4)) == (0, 0, 4 * PAGE)  # with right content, or serve raises
