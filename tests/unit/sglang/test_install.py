@@ -1,4 +1,4 @@
-"""COMMIT and UNDO on SGLang, against a small copy of its attach and detach: what moves, what comes back, what stays open.
+"""COMMIT and UNDO on SGLang, against a small copy of its attach and detach: what moves, comes back, stays open.
 
 The copy follows ``managers/cache_controller.py`` and ``storage_attachment.py`` of 0.5.23; the real engine runs the same
 steps in tests/sglang.
