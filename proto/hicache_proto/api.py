@@ -255,6 +255,7 @@ class RankIdle(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     report_age_ms: int
     missing_counters: list[str] = []
+    stuck: list[str] = []  # threads that stand in a store's call, by name; their transfers block nobody
 
 
 class IdleDocument(msgspec.Struct, frozen=True):

@@ -113,6 +113,8 @@ def run_idle(context: Context, arguments: list[str]) -> int:
     for rank in idle.get("ranks") or []:
         if rank.get("missing_counters"):
             context.note(f"rank {rank['rank']}: incomplete idle report, missing: {', '.join(rank['missing_counters'])}")
+        if rank.get("stuck"):
+            context.note(f"rank {rank['rank']}: stuck inside the store: {', '.join(rank['stuck'])}")
     return code
 
 

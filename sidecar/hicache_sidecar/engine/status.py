@@ -11,6 +11,7 @@ from hicache_proto.model import (
     EffectiveState,
     KnobValue,
     OpUsage,
+    RankReport,
     State,
     StoreUsage,
     TargetState,
@@ -117,20 +118,26 @@ def usage(sessions: Iterable[Session]) -> dict[str, OpUsage]:
     return summed.total(session.report.usage for session in sessions)
 
 
+def stuck_threads(report: RankReport) -> list[str]:
+    """Threads in a call past its deadline, and threads that have finished nothing for too long (F39), by name."""
+    in_calls = report.guard.stuck if report.guard is not None else []
+    late = [thread.name for thread in report.threads if thread.stalled_s > 0 and not in_calls]
+    return sorted({*in_calls, *late})
+
+
 def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) -> list[str]:
     """What an operator should know about the stores: breakers, threads that hang, and use without effect (F39, F57)."""
     said = []
     for session in sessions:
         guard = session.report.guard
-        if guard is None:
-            continue
-        if guard.breaker != "closed":
+        if guard is not None and guard.breaker != "closed":
             said.append(
                 f"rank {session.rank}: the breaker of {guard.name} is {guard.breaker} for {guard.opened_for_s:.0f} s "
                 f"({guard.reason}); what it holds back is recomputed"
             )
-        if guard.stuck:
-            said.append(f"rank {session.rank}: stuck inside {guard.name}: {', '.join(guard.stuck)}")
+        stuck = stuck_threads(session.report)
+        if stuck:
+            said.append(f"rank {session.rank}: stuck inside the store: {', '.join(stuck)}")
     for name, store in used.items():
         if store.write_only:
             written = store.ops.get("put", OpUsage()).bytes
@@ -224,6 +231,7 @@ def idle_document(registry: Registry) -> api.IdleDocument:
                 counters=dict(sorted(s.report.idle.counters.items())),
                 report_age_ms=registry.age_ms(s),
                 missing_counters=idle.missing_counters(s.report.idle),
+                stuck=stuck_threads(s.report),
             )
             for rank, s in live.items()
         ],

@@ -14,9 +14,10 @@ from hicache_proto.model import (
     OpUsage,
     RankReport,
     StoreUsage,
+    ThreadReport,
 )
 from hicache_proto.usage import MIN_LOOKUPS, plus, stores, total
-from hicache_sidecar.engine.status import store_warnings
+from hicache_sidecar.engine.status import idle_document, store_warnings
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.obs.metrics import Metrics
 
@@ -119,8 +120,19 @@ def test_open_breakers_and_stuck_threads_are_said_by_name() -> None:
     said = store_warnings(coordinator.registry.ranks.values(), {})  # type: ignore[arg-type]
     assert said == [
         "rank 0: the breaker of file is open for 4 s (hung); what it holds back is recomputed",
-        "rank 0: stuck inside file: hicache-file-2-backup-0",
+        "rank 0: stuck inside the store: hicache-file-2-backup-0",
     ]
+
+
+def test_the_idle_report_names_them_too() -> None:
+    """F39; also a thread that stalls outside a call of the guard, which no deadline watches."""
+    coordinator = FakeCoordinator()
+    coordinator.registry.complete = True  # type: ignore[attr-defined]
+    coordinator.registry.missing_ranks = []  # type: ignore[attr-defined]
+    reported(coordinator, guard=guard(stuck=["a-backup-0"]), threads=[ThreadReport("a-backup-0-late-1", stalled_s=3)])
+    assert idle_document(coordinator.registry).ranks[0].stuck == ["a-backup-0"]  # type: ignore[arg-type]
+    reported(coordinator, threads=[ThreadReport("d2h-0", stalled_s=20), ThreadReport("h2d-0")])
+    assert idle_document(coordinator.registry).ranks[0].stuck == ["d2h-0"]  # type: ignore[arg-type]
 
 
 def test_sums_keep_every_field() -> None:
