@@ -31,15 +31,14 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from hicache_hooks.agent_socket import AgentSocket
 from hicache_hooks.faults import FaultError, Faults, LinkCut
 from hicache_hooks.frames import frame_of
 from hicache_hooks.leases import Clock, monotonic
 from hicache_hooks.session import Session
 from hicache_proto.errors import HicacheError
 from hicache_proto.hooklink import (
-    MAX_LINK_BYTES,
     Answer,
     Call,
     Goodbye,
@@ -57,14 +56,6 @@ from hicache_proto.model import Plan, RankReport
 
 log = logging.getLogger(__name__)
 
-SOCKET_OPTIONS = (
-    (zmq.LINGER, 0),
-    (zmq.IMMEDIATE, 1),
-    (zmq.MAXMSGSIZE, MAX_LINK_BYTES),
-    (zmq.RECONNECT_IVL, 100),  # ms
-    (zmq.RECONNECT_IVL_MAX, 1000),  # ms
-    (zmq.SNDHWM, 256),
-)
 # As plain numbers: the flags' own arithmetic costs more than the poll.
 POLLIN, POLLOUT, EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), zmq.EVENTS
 TROUBLE_PAUSE_S = 0.2  # after a defect of ours, so that it cannot spin
@@ -235,29 +226,21 @@ class LinkAgent:
 
     def _connected_life(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """One socket's life: until told to stop, or until the connection is lost, which the next socket mends."""
-        socket = context.socket(zmq.DEALER)
-        monitor = None
+        socket = AgentSocket(context)
         try:
-            for option, value in SOCKET_OPTIONS:
-                socket.setsockopt(option, value)
-            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            monitor.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._endpoint)
+            monitor = socket.connect(self._endpoint)
             if self._session.said_hello:
                 self._session.back_off(self._clock())  # not at all after a session that lived
             else:
                 self._session.renew(self._clock())
-            self._turns(socket, monitor)
+            self._turns(socket, socket.dealer, monitor)
         except LinkCut as cut:
             self.counts["cuts"] += 1
             log.warning("link cut by fault point %s", cut)
         finally:
-            if monitor is not None:
-                socket.disable_monitor()
-                monitor.close(linger=0)
-            socket.close(linger=GOODBYE_LINGER_MS if self._stopping else 0)
+            socket.close(GOODBYE_LINGER_MS if self._stopping else 0)
 
-    def _turns(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+    def _turns(self, both: AgentSocket, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         poller.register(monitor, POLLIN)
         poller.register(self._wake_fd, POLLIN)
@@ -274,7 +257,8 @@ class LinkAgent:
                 os.eventfd_read(self._wake_fd)
             self._run_jobs()
             now = self._clock()
-            if monitor in ready and self._lost(monitor):
+            if monitor in ready and both.disconnected() and self._session.said_hello:
+                self.counts["disconnects"] += 1
                 return
             can = ready.get(socket, 0)
             if can & POLLIN:
@@ -303,16 +287,6 @@ class LinkAgent:
         if self._send(socket, self._hello(self._session.id)):
             self._session.hello_sent(now)
             self.counts["hellos"] += 1
-
-    def _lost(self, monitor: "zmq.Socket[bytes]") -> bool:
-        while True:
-            try:
-                event = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                return False
-            if event["event"] == zmq.EVENT_DISCONNECTED and self._session.said_hello:
-                self.counts["disconnects"] += 1
-                return True
 
     # -- receiving
 
