@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_EVERY_S = 10.0  # a broken store must not fill the log
+_GOT = {item.value: item for item in Got}  # a look-up: making an enum's member costs some 300 ns a key
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -123,7 +124,7 @@ class Guard:
         done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), _is_got, _errors)
         if done is None:
             return [Got.MISS] * len(keys)
-        got = [Got(item) for item in done]
+        got = [_GOT[item] for item in done]
         hits = [item is Got.HIT for item in got]
         with self._lock:
             self._counts.add(
@@ -133,8 +134,9 @@ class Guard:
                 error=got.count(Got.ERROR),
                 nbytes=_bytes(pages, hits),
             )
-            lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
-            self._negative.add(lost, self._watch.settings.negative_ttl_s)
+            if not all(hits):
+                lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
+                self._negative.add(lost, self._watch.settings.negative_ttl_s)
         return got
 
     def batch_exists(self, keys: Sequence[str], *, prefix_keys: Sequence[str] | None = None) -> list[bool]:
@@ -385,7 +387,7 @@ def _is_bool(item: object) -> bool:
 
 
 def _is_got(item: object) -> bool:
-    return item in (Got.HIT, Got.MISS, Got.ERROR)
+    return item in _GOT
 
 
 def _bytes(pages: Sequence[memoryview], counted: Sequence[bool]) -> int:
@@ -393,4 +395,4 @@ def _bytes(pages: Sequence[memoryview], counted: Sequence[bool]) -> int:
 
 
 def _errors(got: list[Got]) -> int:
-    return sum(1 for item in got if item == Got.ERROR)
+    return got.count(Got.ERROR)
