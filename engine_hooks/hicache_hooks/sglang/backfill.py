@@ -5,7 +5,8 @@ way. So PREPARE walks the tree before, parents first as the engine does, a fract
 iteration. One walk is enough: the tree goes on changing meanwhile, and the engine's own pass does what came later.
 A hash is a function of the tokens alone; an operation that is given up leaves true hashes behind, which nobody reads.
 
-The Rust tree has no nodes to walk: there the engine's pass does it all.
+The Rust tree (the default where it is built) has no nodes to walk: there the engine's own pass, which is native, does
+it all inside COMMIT.
 """
 
 import importlib
@@ -21,7 +22,7 @@ class TreeBackfill:
     """One walk over one scheduler's tree. ``restart`` from any thread; the rest on the scheduler's."""
 
     def __init__(self, tree: Any) -> None:
-        self._core = getattr(tree, "tree_core", None)
+        self._tree = tree
         self._page_size = int(tree.page_size)
         self._stack: list[Any] | None = None
         self._over = False
@@ -31,10 +32,19 @@ class TreeBackfill:
         """A new PREPARE: walk again."""
         self._over = False
 
+    @property
+    def _root(self) -> Any:
+        """None where there is nothing to walk. It is looked up each time: a flush makes a new one."""
+        try:
+            root = self._tree.tree_core.root_node
+        except (AttributeError, NotImplementedError):  # the Rust tree's adapter raises the second
+            return None
+        return root if hasattr(root, "children") else None
+
     def slice(self, budget_s: float) -> bool:
         """Go on for about ``budget_s``; True when the walk is over."""
-        root = getattr(self._core, "root_node", None)
-        if self._over or root is None or not hasattr(root, "children"):
+        root = self._root
+        if self._over or root is None:
             return True
         compute = importlib.import_module(f"{SRT}.mem_cache.utils").compute_node_hash_values
         if self._stack is None:

@@ -101,3 +101,12 @@ def test_the_tree_moves_between_slices(hashes: list[str]) -> None:
 def test_a_tree_without_nodes_is_left_to_the_engine() -> None:
     assert TreeBackfill(SimpleNamespace(page_size=64)).slice(1.0)
     assert TreeBackfill(tree(None)).slice(1.0)
+
+
+def test_the_rust_tree_says_that_it_has_no_nodes() -> None:
+    class Core:
+        @property
+        def root_node(self) -> Any:
+            raise NotImplementedError("root_node: not yet ported to the Rust tree core")
+
+    assert TreeBackfill(SimpleNamespace(tree_core=Core(), page_size=64)).slice(1.0)
