@@ -68,16 +68,21 @@ class LightLoop:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        scan_at = 0.0  # no rank is due before; a wake-up of one of 256 must not look at all of them
         while not self._stopping:
             self._event.clear()
             now = time.monotonic()
-            turns = {rank for rank, at in self._due.items() if at <= now}
+            turns = set()
+            if now >= scan_at:
+                turns = {rank for rank, at in self._due.items() if at <= now}
+                scan_at = min((at for at in self._due.values() if at > now), default=now + 1.0)
             while self._ready:
                 turns.add(self._ready.popleft())
             for rank in turns:
                 if rank in self._due:
-                    self._due[rank] = now + rank.turn()
-            sleep_s = min(self._due.values(), default=now + 1.0) - time.monotonic()
+                    self._due[rank] = due = now + rank.turn()
+                    scan_at = min(scan_at, due)
+            sleep_s = scan_at - time.monotonic()
             if sleep_s > 0:
                 self._event.wait(sleep_s)
 

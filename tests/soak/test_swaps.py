@@ -5,10 +5,11 @@ control socket. No request fails, every answer equals the run without swaps, and
 through the last half of each series, and what it rises over that half is bounded (F42, F43, F88).
 """
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
-from tests.rigs.procs import Processes
+from tests.rigs.procs import Engine, Processes, Sidecar
 from tests.soak.load import Load, Sizes, growth, prompts, reference, store_config
 
 from hicache_sidecar.client import Client
@@ -24,33 +25,48 @@ REQUESTS_BETWEEN = 1  # at least so many answers between two swaps, beside those
 THREADS, DESCRIPTORS, RESIDENT_MIB = 2.0, 2.0, 3.0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(800)
-@pytest.mark.parametrize("mode", list(MODES))
-def test_swaps_under_load(tmp_path: Path, mode: str) -> None:
-    swaps = MODES[mode]
-    with Processes(tmp_path) as processes:
+@dataclass
+class Rig:
+    """A warm engine behind a sidecar, the answers it should give, and two stores."""
+
+    sidecar: Sidecar
+    engine: Engine
+    expected: dict[str, list[int]]
+    configs: list[str]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One engine for both modes: the second finds allocator and caches warm."""
+    root = tmp_path_factory.mktemp("soak")
+    with Processes(root) as processes:
         sidecar = processes.sidecar()
         engine = processes.engine(sidecar, *FLAGS)
         expected = reference(engine, prompts(TEXTS))
-        configs = [store_config(tmp_path / name) for name in ("a", "b")]
-        with Client.connect(sidecar.socket, client="soak") as client:
-            client.attach("file", configs[0], hicache_storage_prefetch_policy="wait_complete", wait_timeout_s=30.0)
-            rank = client.status().ranks[0].pid
-            series = {"rank": Sizes(rank), "sidecar": Sizes(sidecar.process.pid)}
-            with Load(engine, expected) as load:
-                load.wait_for(TEXTS)
-                begun = load.done
-                for number in range(swaps):
-                    target = configs[(number + 1) % 2]
-                    answer = client.attach("file", target, swap=True, mode=mode, wait_timeout_s=60.0)
-                    assert answer.changed
-                    load.wait_for(REQUESTS_BETWEEN)
-                    for sizes in series.values():
-                        sizes.sample()
-                served, stored = load.done - begun, load.from_storage
-            status = client.status(fresh=True)
-            assert client.detach(mode="drain").success
+        yield Rig(sidecar, engine, expected, [store_config(root / name) for name in ("a", "b")])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize("mode", list(MODES))
+def test_swaps_under_load(rig: Rig, mode: str) -> None:
+    swaps = MODES[mode]
+    with Client.connect(rig.sidecar.socket, client="soak") as client, Load(rig.engine, rig.expected) as load:
+        policy = "wait_complete"
+        client.attach("file", rig.configs[0], hicache_storage_prefetch_policy=policy, mode="drain", wait_timeout_s=60.0)
+        load.wait_for(3 * TEXTS)
+        series = {"rank": Sizes(client.status().ranks[0].pid), "sidecar": Sizes(rig.sidecar.process.pid)}
+        begun, stored = load.done, load.from_storage
+        for number in range(swaps):
+            target = rig.configs[(number + 1) % 2]
+            answer = client.swap("file", target, mode=mode, wait_timeout_s=60.0)
+            assert answer.changed
+            load.wait_for(REQUESTS_BETWEEN)
+            for sizes in series.values():
+                sizes.sample()
+        served, stored = load.done - begun, load.from_storage - stored
+        status = client.status(fresh=True)
+        assert client.detach(mode="drain", wait_timeout_s=60.0).changed
     assert load.failed == []
     assert load.wrong == []
     assert served >= swaps
