@@ -41,6 +41,7 @@ class Rules(NamedTuple):
     vouch: bool = True  # rule 4 after a restart
     wait_for_durable: bool = True  # rule 1: FINALIZE after the fsync, not beside it
     seen_n: bool = True  # rule 6: n is above what the ranks showed
+    own_number: bool = True  # rule 14: a convergence is an operation with a number of its own
     next_decision: Callable[..., recovery.Decision] = recovery.Recovery.next
 
 
@@ -95,6 +96,7 @@ class World(NamedTuple):
     sent: tuple[frozenset[Message], ...] = ()
     replies: tuple[Reply | None, ...] = ()
     lost: frozenset[int] = frozenset()
+    noticed: frozenset[int] = frozenset()  # ghost: the table was told of these losses before the outcome
     doubt_due: bool = False
     recovered: bool = True  # False from a restart until recovery says Ready
     decided: frozenset[int] = frozenset()
@@ -144,6 +146,8 @@ def feed(rules: Rules, w: World, ev: CoordEvent) -> World:
         raise TypeError("no operation runs")
     if rules.doubt and w.doubt_due and coord.phase is CoordPhase.COMMIT:
         ev = CoordEvent(See.DOUBT)
+    if ev.see is See.LOST and coord.phase not in (CoordPhase.UNDO, CoordPhase.FINALIZE, CoordPhase.CONVERGING):
+        w = w._replace(noticed=w.noticed | {ev.rank})
     rec, actions = rules.coord_step(coord, ev)
     return act(rules, w._replace(coord=rec), actions)
 
@@ -172,6 +176,8 @@ def act(rules: Rules, w: World, actions: tuple[Act, ...]) -> World:
         elif action is Act.FSYNC_BEGIN:
             w = w._replace(fsync="begin")
         elif action is Act.FSYNC_OUTCOME_B:
+            for r in rec.participants & w.noticed:
+                raise Bad(f"B of {rec.n} is decided although rank {r} was seen to hold it no more")
             for r in rec.participants:
                 # A rank that died is another incarnation: it counts as a no as soon as that is seen (rule 13).
                 if w.ranks[r].rec.n >= rec.n and says(w.ranks[r], rec.n) not in (Said.SWITCHED, Said.FINAL):
@@ -196,7 +202,8 @@ def _finish(w: World, rec: CoordRecord) -> World:
     if outcome == "a" and rec.n in w.decided:
         raise Bad(f"the client hears A of {rec.n}, the journal said B")
     then = "idle" if w.recovered else Recovering(answers=(None,) * len(w.ranks))
-    return w._replace(coord=then, journal=journal, told=w.told | {(rec.n, outcome)}, lost=frozenset(), doubt_due=False)
+    w = w._replace(coord=then, journal=journal, told=w.told | {(rec.n, outcome)})
+    return w._replace(lost=frozenset(), noticed=frozenset(), doubt_due=False)
 
 
 def durable(rules: Rules, w: World, *, feed_it: bool = True) -> World:
@@ -218,7 +225,7 @@ def durable(rules: Rules, w: World, *, feed_it: bool = True) -> World:
 def begin(rules: Rules, w: World, participants: frozenset[int] | None = None) -> World:
     """Start the next operation."""
     seen = max(max(r.rec.n, r.rec.revision) for r in w.ranks) if rules.seen_n else 0
-    n = max(w.journal.last_n, seen) + 1
+    n = max(w.journal.last_n, seen) + 1 if rules.own_number or participants is None else w.journal.revision
     everyone = frozenset(range(len(w.ranks)))
     rec, actions = transaction.coord_start(
         n, participants or everyone, drain=w.left.drain, hot=w.left.hot, wait=w.left.rounds > 1
@@ -229,7 +236,8 @@ def begin(rules: Rules, w: World, participants: frozenset[int] | None = None) ->
 def crash(w: World) -> Iterator[Next]:
     """SIGKILL of the sidecar: what was being written is there or not."""
     rec = w.coord
-    dead = spend(w, "coord_crashes")._replace(coord=None, fsync="", lost=frozenset(), doubt_due=False)
+    dead = spend(w, "coord_crashes")._replace(coord=None, fsync="", lost=frozenset(), noticed=frozenset(),
+                                              doubt_due=False)  # fmt: skip
     yield "sidecar dies", dead
     if not isinstance(rec, CoordRecord):
         return
@@ -283,6 +291,26 @@ def decide(rules: Rules, w: World) -> World | None:
 
 
 _decisions: dict[object, recovery.Decision] = {}
+
+
+def behind(rules: Rules, w: World) -> frozenset[int]:
+    """Whom the real recovery brings to the desired state once all is at rest."""
+    if not w.journal.revision:
+        return frozenset()
+    rec = recovery.Recovery(revision=w.journal.revision)
+    for r, rank in enumerate(w.ranks):
+        rec.tell(
+            recovery.RankView(
+                rank=r,
+                op_n=rank.rec.n,
+                op_phase=rank.rec.phase,
+                op_ended=rank.rec.ended,
+                revision=rank.rec.revision,
+                differs=rank.installed != w.journal.revision,
+            )
+        )
+    decision = rules.next_decision(rec, frozenset(range(len(w.ranks))), 0.0)
+    return decision.converge if isinstance(decision, recovery.Ready) else frozenset()
 
 
 def _ask_recovery(rules: Rules, w: World, state: Recovering) -> recovery.Decision:

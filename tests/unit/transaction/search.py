@@ -164,6 +164,8 @@ def _converge(rules: Rules, w: World) -> World:
     behind, before = _behind(w), w.journal.revision
     if not behind:
         return w
+    if forgotten := behind - mw.behind(rules, w):
+        raise Bad(f"nobody brings ranks {sorted(forgotten)} to the desired state")
     w = mw.begin(rules, w._replace(left=w.left._replace(busy=False, rounds=1)), behind)
     for _ in range(SETTLE_STEPS):
         rec = w.coord

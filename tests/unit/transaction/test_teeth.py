@@ -131,6 +131,13 @@ def undoes_after_the_outcome(rec: CoordRecord, ev: transaction.CoordEvent) -> tr
     return transaction.coord_step(rec, ev)
 
 
+def ignores_losses(rec: CoordRecord, ev: transaction.CoordEvent) -> transaction.CoordStep:
+    """Rule 13 off: a participant that is another incarnation now is no no."""
+    if ev.see is See.LOST and rec.phase in (CoordPhase.PREPARE, CoordPhase.FREEZE, CoordPhase.COMMIT):
+        return rec, ()
+    return transaction.coord_step(rec, ev)
+
+
 # ---- recovery without one rule
 
 
@@ -153,6 +160,23 @@ def forgets_finalize(rec: recovery.Recovery, expected: frozenset[int], now_s: fl
     decision = NEXT(rec, expected, now_s)
     if isinstance(decision, recovery.Finalize):
         return recovery.AbortA(decision.n, decision.participants, "", recorded=True)
+    return decision
+
+
+def leaves_one_fresh_rank(rec: recovery.Recovery, expected: frozenset[int], now_s: float) -> recovery.Decision:
+    """Rule 13 off: ``leave`` counts for a single fresh rank too."""
+    decision = NEXT(rec, expected, now_s)
+    if isinstance(decision, recovery.Ready) and any(view.fresh for view in rec._views.values()):
+        return recovery.Ready(left=True)
+    return decision
+
+
+def shows_who_missed_the_outcome(rec: recovery.Recovery, expected: frozenset[int], now_s: float) -> recovery.Decision:
+    """Rule 14 off: a rank whose lease ended in the window of rule 3 is drift, and stays it."""
+    decision = NEXT(rec, expected, now_s)
+    if isinstance(decision, recovery.Ready):
+        expired = {rank for rank, view in rec._views.items() if view.op_ended == Ended.EXPIRED}
+        return recovery.Ready(converge=decision.converge - expired, drift=decision.drift | expired)
     return decision
 
 
@@ -181,6 +205,10 @@ OFF: dict[str, tuple[Rules, Scenario]] = {
     "9: two builders": (Rules(rank_step=builds_beside_a_builder), Scenario(ops=2)),
     "10: retired at COMMIT": (Rules(rank_step=closes_at_commit), Scenario()),
     "12: UNDO does not open": (Rules(rank_step=thaws_without_opening), Scenario()),
+    "13: a loss is no no": (Rules(coord_step=ignores_losses), Scenario(rank_crashes=1)),
+    "13: one fresh rank is left": (Rules(next_decision=leaves_one_fresh_rank), Scenario(rank_crashes=1)),
+    "14: convergence without a number": (Rules(own_number=False), Scenario()),
+    "14: who missed the outcome is only shown": (Rules(next_decision=shows_who_missed_the_outcome), Scenario()),
 }
 LIMIT = 60_000  # far above what any of them takes
 
