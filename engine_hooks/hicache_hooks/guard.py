@@ -32,6 +32,7 @@ from hicache_hooks.breaker import Admit
 from hicache_hooks.deadlines import Call
 from hicache_hooks.describe import describe_exception
 from hicache_hooks.guard_counts import Counts
+from hicache_hooks.guard_results import GOT, check_shape, counted_bytes, errors, is_bool, is_got
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.guard_watch import SIDE, Probe, Watch
 from hicache_hooks.negative import NegativeCache
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOG_EVERY_S = 10.0  # a broken store must not fill the log
-_GOT = {item.value: item for item in Got}  # a look-up: making an enum's member costs some 300 ns a key
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -107,12 +107,14 @@ class Guard:
     ) -> list[bool]:
         """True per key that is stored now. Never raises."""
         extra = self._extra("batch_put", prefix_keys)
-        done = self._call("put", len(keys), lambda: self._backend.batch_put(keys, pages, **extra), _is_bool)
+        done = self._call("put", len(keys), lambda: self._backend.batch_put(keys, pages, **extra), is_bool)
         if done is None:
             return [False] * len(keys)
         stored = [bool(item) for item in done]
         with self._lock:
-            self._counts.add("put", hit=stored.count(True), miss=stored.count(False), nbytes=_bytes(pages, stored))
+            self._counts.add(
+                "put", hit=stored.count(True), miss=stored.count(False), nbytes=counted_bytes(pages, stored)
+            )
             self._negative.forget(key for key, yes in zip(keys, stored, strict=True) if yes)
         return stored
 
@@ -121,10 +123,10 @@ class Guard:
     ) -> list[Got]:
         """What was read into ``pages``; a page whose result is not HIT holds garbage. Never raises."""
         extra = self._extra("batch_get", prefix_keys)
-        done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), _is_got, _errors)
+        done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), is_got, errors)
         if done is None:
             return [Got.MISS] * len(keys)
-        got = [_GOT[item] for item in done]
+        got = [GOT[item] for item in done]
         hits = [item is Got.HIT for item in got]
         with self._lock:
             self._counts.add(
@@ -132,7 +134,7 @@ class Guard:
                 hit=got.count(Got.HIT),
                 miss=got.count(Got.MISS),
                 error=got.count(Got.ERROR),
-                nbytes=_bytes(pages, hits),
+                nbytes=counted_bytes(pages, hits),
             )
             if not all(hits):
                 lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
@@ -142,7 +144,7 @@ class Guard:
     def batch_exists(self, keys: Sequence[str], *, prefix_keys: Sequence[str] | None = None) -> list[bool]:
         """Which keys are stored. Never raises."""
         extra = self._extra("batch_exists", prefix_keys)
-        done = self._call("exists", len(keys), lambda: self._backend.batch_exists(keys, **extra), _is_bool)
+        done = self._call("exists", len(keys), lambda: self._backend.batch_exists(keys, **extra), is_bool)
         if done is None:
             return [False] * len(keys)
         there = [bool(item) for item in done]
@@ -160,7 +162,7 @@ class Guard:
 
         with self._lock:
             self._negative.add([key], self._watch.settings.negative_ttl_s)
-        if self._call("set_aside", 1, call, _is_bool, always=True) is not None:
+        if self._call("set_aside", 1, call, is_bool, always=True) is not None:
             with self._lock:
                 self._counts.add("set_aside", hit=1)
 
@@ -204,7 +206,7 @@ class Guard:
         share = 1.0
         try:
             out = call()
-            _check_shape(out, keys, valid)
+            check_shape(out, keys, valid)
             share = failed_keys(out) / max(1, keys)
         except BaseException as exc:  # rule 1: the thread is the engine's, the exception is not
             failed = exc
@@ -375,24 +377,3 @@ class Guard:
                 log.error("backend %s: close failed: %s", self.name, failed)
         self._close_error = failed
         self._closed = True
-
-
-def _check_shape(out: object, keys: int, valid: Callable[[object], bool]) -> None:
-    if not isinstance(out, list) or len(out) != keys or not all(valid(item) for item in out):
-        raise TypeError("a backend answered with another shape than one result per key")
-
-
-def _is_bool(item: object) -> bool:
-    return isinstance(item, bool) or type(item).__name__ in ("bool", "bool_")  # numpy's
-
-
-def _is_got(item: object) -> bool:
-    return item in _GOT
-
-
-def _bytes(pages: Sequence[memoryview], counted: Sequence[bool]) -> int:
-    return sum(page.nbytes for page, yes in zip(pages, counted, strict=True) if yes)
-
-
-def _errors(got: list[Got]) -> int:
-    return got.count(Got.ERROR)
