@@ -8,7 +8,9 @@ Rules, each measured on NIXL 1.5.1 (and older, where said):
    that every later post fails too.
 4. A handle is polled to its end before it is released: after a release in flight, completions land on freed memory.
    A batch that misses its deadline keeps handle, registration and buffers (``Late``) until it ends.
-5. A batch fails as a whole, without an index: callers turn that into results per key by retrying singly.
+5. A batch fails as a whole, without an index. With POSIX the error comes when all its I/Os have ended (tried on 32
+   reads of 8 MiB, aio and io_uring), so callers retry singly. With OBJ it comes at once, and the other reads go on
+   filling their buffers (15 of 15, tried on a hole in 16): there each object is a transfer of its own (``run_each``).
 6. With use_posix_aio one failed I/O poisons the agent for every later transfer: a new agent takes its place, and the
    old one goes when the last transfer on it has ended.
 7. Closed means closed: every call raises, none reaches the library.
@@ -19,8 +21,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hicache_hooks.backends import nixl_probe
@@ -33,6 +35,7 @@ CLOSE_WAIT_S = 10.0
 _EAGER_LOOKS = 20
 _PAUSE_S = (0.00005, 0.001)
 _names = itertools.count(1)
+_foreign: list[Any] = []  # agents of a parent process: referenced, so that nothing ends them here
 
 
 class TransferFailed(OSError):
@@ -40,26 +43,35 @@ class TransferFailed(OSError):
 
 
 class Late(TimeoutError):
-    """The deadline passed and the transfer still runs. Keep this until ``ended`` says so: it may touch the buffers."""
+    """The deadline passed and transfers still run. Keep this until ``ended`` says so: they may touch the buffers."""
 
-    def __init__(self, agent: "_Agent", handle: Any, registered: Any, keep: object) -> None:
+    def __init__(self, agent: "_Agent", handles: list[Any], registered: Any, keep: object) -> None:
         super().__init__("a transfer outlived its deadline")
         self._agent = agent
-        self._handle = handle
+        self._handles = handles
         self._registered = registered
         self._keep = keep  # buffers: referenced, never read
 
     def ended(self) -> bool:
-        """True once the transfer is over and everything of it is released."""
+        """True once the transfers are over and everything of them is released."""
+        self._handles = [handle for handle in self._handles if not self._over(handle)]
+        if self._handles:
+            return False
+        if self._registered is not None:
+            self._agent.deregister(self._registered)
+            self._registered = None
+            self._agent.late -= 1
+            self._agent.drop_unused()
+            self._keep = None
+        return True
+
+    def _over(self, handle: Any) -> bool:
         try:
-            if self._agent.api.check_xfer_state(self._handle) not in ("DONE", "ERR"):
+            if self._agent.api.check_xfer_state(handle) not in ("DONE", "ERR"):
                 return False
         except Exception:  # failed transfers raise: they have ended too
             pass
-        self._agent.release(self._handle, self._registered)
-        self._agent.late -= 1
-        self._agent.drop_unused()
-        self._keep = None
+        self._agent.release(handle)
         return True
 
 
@@ -81,10 +93,9 @@ class _Agent:
         descs = self.api.get_reg_descs([(address, nbytes, 0, "")], "DRAM")
         self.pools.append(self.api.register_memory(descs, backends=[self.plugin]))
 
-    def release(self, handle: Any, registered: Any) -> None:
+    def release(self, handle: Any) -> None:
         with suppress(Exception):
             self.api.release_xfer_handle(handle)
-        self.deregister(registered)
 
     def deregister(self, registered: Any) -> None:
         with suppress(Exception):
@@ -144,7 +155,8 @@ class Transfers:
     def close(self) -> None:
         """Wait a little for what is in flight, then let the agent go. Idempotent."""
         if os.getpid() != self._pid:
-            self._agent = None  # rule 2: not even its end
+            _foreign.append(self._agent)  # rule 2: not even its end
+            self._agent = None
             return
         with self._changed:
             agent, self._agent = self._agent, None
@@ -184,12 +196,37 @@ class Transfers:
             part = slice(start, start + self.cap)
             self._run(op, pages[part], targets[part], deadline_s, keep)
 
+    def run_each(
+        self, op: str, pages: Sequence[memoryview], targets: Sequence[tuple[int, str]], deadline_s: float,
+        keep: object,
+    ) -> list[bool]:  # fmt: skip
+        """As ``run``, each page a transfer of its own: True per page that moved. Nothing of a failed one runs on.
+
+        Raises:
+            Late, TimeoutError, RuntimeError: as ``run``.
+        """
+        out: list[bool] = []
+        for start in range(0, len(pages), self.cap):
+            part = slice(start, start + self.cap)
+            with self._taken(len(pages[part]), deadline_s) as agent:
+                out += self._each(agent, op, pages[part], targets[part], deadline_s, keep)
+        return out
+
     def _run(
         self, op: str, pages: Sequence[memoryview], targets: Sequence[tuple[int, str]], deadline_s: float | None,
         keep: object,
     ) -> None:  # fmt: skip
-        n = len(pages)
-        wait_s = deadline_s if deadline_s is not None else 60.0
+        with self._taken(len(pages), 60.0 if deadline_s is None else deadline_s) as agent:
+            try:
+                self._transfer(agent, op, pages, targets, deadline_s, keep)
+            except TransferFailed:
+                if self._rebuild:
+                    self._replace(agent)
+                raise
+
+    @contextmanager
+    def _taken(self, n: int, wait_s: float) -> Iterator[_Agent]:
+        """The agent, with ``n`` I/Os counted as in flight."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._in_flight + n <= self.cap or self._agent is None, wait_s):
                 raise TimeoutError("no I/O slots came free")
@@ -197,11 +234,7 @@ class Transfers:
             agent.users += 1
             self._in_flight += n
         try:
-            self._transfer(agent, op, pages, targets, deadline_s, keep)
-        except TransferFailed:
-            if self._rebuild:
-                self._replace(agent)
-            raise
+            yield agent
         finally:
             with self._changed:
                 self._in_flight -= n
@@ -209,41 +242,79 @@ class Transfers:
                 agent.drop_unused()
                 self._changed.notify_all()
 
+    def _register(self, agent: _Agent, pages: Sequence[memoryview], targets: Sequence[tuple[int, str]]) -> Any:
+        rows = [(0, page.nbytes, device, meta) for page, (device, meta) in zip(pages, targets, strict=True)]
+        try:
+            return agent.api.register_memory(agent.api.get_reg_descs(rows, self._segment), backends=[self.plugin])
+        except Exception as exc:
+            raise _failed(exc) from None
+
+    def _handle(self, agent: _Agent, op: str, pages: Sequence[memoryview], devices: Sequence[int]) -> Any:
+        api = agent.api
+        memory = [(address_of(page), page.nbytes, 0) for page in pages]
+        there = [(0, page.nbytes, device) for page, device in zip(pages, devices, strict=True)]
+        return api.initialize_xfer(
+            op, api.get_xfer_descs(memory, "DRAM"), api.get_xfer_descs(there, self._segment), agent.name,
+            backends=[self.plugin],
+        )  # fmt: skip
+
     def _transfer(
         self, agent: _Agent, op: str, pages: Sequence[memoryview], targets: Sequence[tuple[int, str]],
         deadline_s: float | None, keep: object,
     ) -> None:  # fmt: skip
-        api, segment = agent.api, self._segment
-        sizes = [page.nbytes for page in pages]
         until = None if deadline_s is None else time.monotonic() + deadline_s
-        reg_rows = [(0, size, device, meta) for size, (device, meta) in zip(sizes, targets, strict=True)]
-        try:
-            registered = api.register_memory(api.get_reg_descs(reg_rows, segment), backends=[self.plugin])
-        except Exception as exc:
-            raise _failed(exc) from None
+        registered = self._register(agent, pages, targets)
         handle: Any = None
         late = False
         try:
-            memory = [(address_of(page), page.nbytes, 0) for page in pages]
-            there = [(0, size, device) for size, (device, _) in zip(sizes, targets, strict=True)]
-            handle = api.initialize_xfer(
-                op, api.get_xfer_descs(memory, "DRAM"), api.get_xfer_descs(there, segment), agent.name,
-                backends=[self.plugin],
-            )  # fmt: skip
-            state = api.transfer(handle)
-            if state not in ("DONE", "ERR") and not self._poll(api, handle, until):
-                late = True
+            handle = self._handle(agent, op, pages, [device for device, _ in targets])
+            state = agent.api.transfer(handle)
+            late = state not in ("DONE", "ERR") and not self._poll(agent.api, handle, until)
         except Exception as exc:  # the library's own types, which exist only where it is installed
             raise _failed(exc) from None
         finally:
             if not late:
                 if handle is not None:
-                    agent.release(handle, registered)
-                else:
-                    agent.deregister(registered)
+                    agent.release(handle)
+                agent.deregister(registered)
         if late:
             agent.late += 1  # it keeps its agent: that is never dropped under it
-            raise Late(agent, handle, registered, keep)
+            raise Late(agent, [handle], registered, keep)
+
+    def _each(
+        self, agent: _Agent, op: str, pages: Sequence[memoryview], targets: Sequence[tuple[int, str]],
+        deadline_s: float, keep: object,
+    ) -> list[bool]:  # fmt: skip
+        until = time.monotonic() + deadline_s
+        registered = self._register(agent, pages, targets)
+        moved = [False] * len(pages)
+        running: dict[int, Any] = {}
+        for i, (page, (device, _)) in enumerate(zip(pages, targets, strict=True)):
+            with suppress(Exception):  # a page that cannot be posted has failed; the others go on
+                running[i] = self._handle(agent, op, [page], [device])
+        for i in list(running):
+            self._look(agent, running, moved, i, agent.api.transfer)
+        pause_s = _PAUSE_S[1]
+        while running and time.monotonic() <= until:
+            time.sleep(pause_s)  # the library has no way to be woken
+            for i in list(running):
+                self._look(agent, running, moved, i, agent.api.check_xfer_state)
+        if running:
+            agent.late += 1
+            raise Late(agent, list(running.values()), registered, keep)
+        agent.deregister(registered)
+        return moved
+
+    @staticmethod
+    def _look(agent: _Agent, running: dict[int, Any], moved: list[bool], i: int, ask: Callable[[Any], str]) -> None:
+        """Ask for one transfer's state; once it has ended it leaves ``running``."""
+        try:
+            state = ask(running[i])
+        except Exception:  # the library's own types
+            state = "ERR"
+        if state in ("DONE", "ERR"):
+            moved[i] = state == "DONE"
+            agent.release(running.pop(i))
 
     @staticmethod
     def _poll(api: Any, handle: Any, until: float | None) -> bool:

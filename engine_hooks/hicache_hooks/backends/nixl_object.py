@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -25,7 +26,7 @@ from hicache_hooks.backends.s3_client import S3Client, S3Target
 
 BOUNCE_PAGES = 64
 BOUNCE_BYTES = 128 << 20
-SINGLE_RETRIES = 8  # pages tried one by one after a batch failed; more would multiply a store's time-outs
+LOOK_S = 0.05  # between two looks at late transfers, while a call waits for their buffers
 MARK_BYTES = 8
 _late: list[Late] = []  # of closed stores: nothing of them may be freed while they run
 _late_lock = threading.Lock()
@@ -92,14 +93,9 @@ class NixlObjects:
         with self._buffers.take(len(keys), self._timeout_s) as slots:
             for slot, page in zip(slots.pages, pages, strict=True):
                 slot[:] = page
-            try:
-                self._run("WRITE", keys, slots)
-                return [True] * len(keys)
-            except TransferFailed as exc:
-                failed = exc
-            done = [self._one("WRITE", keys, slots, i) if i < SINGLE_RETRIES else False for i in range(len(keys))]
+            done = self._run("WRITE", keys, slots)
         if not any(done):
-            raise failed
+            raise TransferFailed("nixl: no object was taken")
         return done
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
@@ -113,47 +109,24 @@ class NixlObjects:
     def _get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         with self._buffers.take(len(keys), self._timeout_s) as slots:
             mark = slots.mark()
-            try:
-                self._run("READ", keys, slots)
-                results = [Got.HIT] * len(keys)
-            except TransferFailed:
-                # One missing key fails the batch: read those that are there.
-                results = self._singly(keys, slots)
+            moved = self._run("READ", keys, slots)
+            results = [Got.HIT if yes else Got.ERROR for yes in moved]
             for i, (slot, page) in enumerate(zip(slots.pages, pages, strict=True)):
-                if results[i] is Got.HIT and slot[-MARK_BYTES:] == mark:
+                if moved[i] and slot[-MARK_BYTES:] == mark:
                     results[i] = Got.MISS
-                if results[i] is Got.HIT:
+                elif moved[i]:
                     page[:] = slot
+        failed = [i for i, yes in enumerate(moved) if not yes]
+        if failed:  # the plugin does not say why; a missing object is no error
+            lengths = self._s3().lengths([self._name(keys[i]) for i in failed])
+            for i, length in zip(failed, lengths, strict=True):
+                results[i] = Got.ERROR if length == self._page_bytes else Got.MISS
         return results
 
-    def _singly(self, keys: Sequence[str], slots: "_Slots") -> list[Got]:
-        """Results after a batch failed: by length first, then those of the right length together, then one by one."""
-        lengths = self._s3().lengths([self._name(key) for key in keys])
-        results = [Got.MISS] * len(keys)
-        right = [i for i, length in enumerate(lengths) if length == self._page_bytes]
-        if not right:
-            return results
-        try:
-            self._run("READ", [keys[i] for i in right], slots, right)
-            good = set(right)
-        except TransferFailed:
-            good = {i for i in right[:SINGLE_RETRIES] if self._one("READ", keys, slots, i)}
-        for i in right:
-            results[i] = Got.HIT if i in good else Got.ERROR
-        return results
-
-    def _one(self, op: str, keys: Sequence[str], slots: "_Slots", i: int) -> bool:
-        try:
-            self._run(op, [keys[i]], slots, [i])
-        except TransferFailed:
-            return False
-        return True
-
-    def _run(self, op: str, keys: Sequence[str], slots: "_Slots", places: Sequence[int] | None = None) -> None:
-        chosen = slots.pages if places is None else [slots.pages[i] for i in places]
+    def _run(self, op: str, keys: Sequence[str], slots: "_Slots") -> list[bool]:
         targets = [(next(self._devices), self._name(key)) for key in keys]
         try:
-            self._transfers.run(op, chosen, targets, self._timeout_s, keep=self._buffers)
+            return self._transfers.run_each(op, slots.pages, targets, self._timeout_s, keep=self._buffers)
         except Late as late:
             slots.late = late  # these buffers come back when it ends
             raise
@@ -244,10 +217,14 @@ class _Bounce:
         Raises:
             TimeoutError: they did not come free: late transfers hold them, or many threads.
         """
+        until = time.monotonic() + timeout_s
         with self._changed:
             self._recover()
-            if not self._changed.wait_for(lambda: len(self._free) >= n, timeout_s):
-                raise TimeoutError("no transfer buffers came free")
+            while len(self._free) < n:
+                if time.monotonic() > until:
+                    raise TimeoutError("no transfer buffers came free")
+                self._changed.wait(LOOK_S)
+                self._recover()
             numbers = [self._free.pop() for _ in range(n)]
         step = self._page_bytes
         return _Slots(self, numbers, [self.memory[i * step : (i + 1) * step] for i in numbers])

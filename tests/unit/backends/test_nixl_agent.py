@@ -155,6 +155,22 @@ def test_a_late_transfer_keeps_what_it_uses_until_it_ends(library: Library) -> N
     assert (agent.released, agent.registered) == (1, [])
 
 
+def test_each_page_has_a_result_of_its_own_where_a_batch_would_run_on(library: Library) -> None:
+    """Rule 5, OBJ: a missing object is one failed transfer; the others end, and only then are they released."""
+    made = transfers(library)
+    library.states = ["PROC", "RAISE", "DONE", "PROC", "DONE"]
+    assert made.run_each("READ", pages(3), targets(3), 5.0, None) == [True, False, True]
+    agent = library.agents[0]
+    assert (agent.transfers, agent.released, agent.registered) == ([1, 1, 1], 3, [])
+    library.states = ["DONE"] + ["PROC"] * 10_000
+    with pytest.raises(Late) as caught:
+        made.run_each("READ", pages(2), targets(2), 0.01, None)
+    assert (agent.released, len(agent.registered)) == (4, 1)
+    library.states = ["DONE"]
+    assert caught.value.ended()
+    assert (agent.released, agent.registered) == (5, [])
+
+
 def test_a_poisoned_agent_is_replaced_where_the_mode_needs_it(library: Library) -> None:
     """Rule 6: with POSIX AIO one failed I/O fails every later one. The pools are registered again."""
     made = transfers(library, rebuild=True)
