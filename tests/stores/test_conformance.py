@@ -155,13 +155,11 @@ def test_bit_exact_in_every_layout_it_accepts(stand: Stand, shared_host: Host, l
     assert found == {"stored": 16, "read": 16, "equal": True}
 
 
-def test_four_threads_on_one_backend(stand: Stand, own_host: Host) -> None:
-    own_host.open()
-    found = own_host.call("probe", name="hammer", threads=THREADS, rounds=stand.rounds, batch=8, timeout_s=120.0)
+def test_four_threads_on_one_backend(stand: Stand, host: Host) -> None:
+    found = host.call("probe", name="hammer", threads=THREADS, rounds=stand.rounds, batch=8, timeout_s=120.0)
     assert found == {"hits": THREADS * stand.rounds * 8, "wrong": 0, "refused": 0}
-    assert own_host.put([820]) == [True]
-    assert own_host.get([820]) == ["hit"]
-    own_host.close()
+    assert host.put([820]) == [True]
+    assert host.get([820]) == ["hit"]
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(stand: Stand, own_host: Host) -> None:
@@ -177,11 +175,9 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(stand: Stand, own_host
     own_host.close()
 
 
-def test_other_threads_run_while_pages_move(own_host: Host) -> None:
+def test_other_threads_run_while_pages_move(host: Host) -> None:
     """The scheduler shares the GIL with the threads that call the store."""
-    own_host.open()
-    found = own_host.call("probe", name="gil_gap", numbers=list(range(2000, 2128)), rounds=4, timeout_s=90.0)
-    own_host.close()
+    found = host.call("probe", name="gil_gap", numbers=list(range(2000, 2128)), rounds=4, timeout_s=90.0)
     assert found["gap_s"] < GIL_GAP_S, found
 
 
