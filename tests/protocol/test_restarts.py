@@ -333,3 +333,23 @@ def _holds(group, name):
     return any(
         type(e).__name__ == name or (isinstance(e, BaseExceptionGroup) and _holds(e, name)) for e in group.exceptions
     )
+
+
+async def test_a_successor_that_is_faster_than_the_failed_attempt_is_judged_too(tmp_path):
+    """F19: the new process says hello while the attempt that killed the old one still ends."""
+    async with rig(tmp_path) as (side, stub):
+        stub.ranks[0].set(build_delay_s=NEVER)
+        async with trio.open_nursery() as nursery:
+
+            async def put():
+                with pytest.raises(HicacheError):
+                    await side.attach()
+
+            nursery.start_soon(put)
+            await stub_sees(stub, lambda: stub.ranks[0].rec.phase == "preparing")
+            await trio.to_thread.run_sync(lambda: stub.replace(0))
+        await side.until(lambda: bool(side.journal.quarantined))
+        await side.ready()
+        with pytest.raises(HicacheError) as refused:
+            await side.attach()
+        assert refused.value.code == "quarantined"

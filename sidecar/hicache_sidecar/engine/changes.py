@@ -276,7 +276,7 @@ class Changes:
                     details={"reason": "rank_quarantined", "rank": rank},
                     hint="restart the engine: this rank cannot be brought to a clean state",
                 )
-        bad = self.ctx.book.quarantined
+        bad = {**self.ctx.book.quarantined, **self.ctx.guilty}
         for plan in plans.values():
             if plan.config_digest in bad and not goal.force:
                 raise Quarantined(

@@ -18,7 +18,7 @@ from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.operation import KEEP_JOBS, STOPPING, Job
-from hicache_sidecar.engine.registry import Registry
+from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.store.errors import JournalFailed
 from hicache_sidecar.store.journal import Journal
@@ -48,6 +48,7 @@ class Context:
     failover: str = ""  # a store that is left alone by a failover policy, for the status
     jobs: OrderedDict[str, Job] = field(default_factory=OrderedDict)
     # Ranks that were lost while a config was being attached: its digest, and the process that ran then (F19).
+    guilty: dict[str, str] = field(default_factory=dict)  # found to kill the engine, and not in the journal yet
     suspects: dict[int, tuple[str, tuple[int, int, str]]] = field(default_factory=dict)
 
     # ---- jobs
@@ -112,6 +113,19 @@ class Context:
         job.finish(answer, error)
         self.write_audit(job.actor, job.kind, result, operation_id=job.id, reason=job.clean(job.reason))
         self.registry.changed.unpark_all()
+
+    def judge(self, session: Session) -> None:
+        """A new process in the place of one that died during an operation proves that the config killed it (F19)."""
+        suspect = self.suspects.pop(session.rank, None) if session.alive else None
+        if suspect is None:
+            return
+        digest, process = suspect
+        same = process == (session.hello.pid, session.hello.epoch, session.hello.incarnation)
+        if digest and not same:  # the same process was only out of reach
+            reason = f"the process of rank {session.rank} died while this config was being attached"
+            log.error("config quarantined: %s", reason)
+            self.hub.publish("quarantined", rank=session.rank, reason=reason)
+            self.guilty[digest] = reason  # at once: this very session would be brought to it again
 
     def write_audit(self, actor: str, action: str, result: str, **facts: Any) -> None:
         """An event per change, with the principal; the audit log is written around the service (F118)."""

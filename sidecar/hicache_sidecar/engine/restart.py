@@ -77,25 +77,16 @@ class Restart:
         if session.hello.role == "rank":
             self._dirty = True
             self._news.unpark_all()
-            self._judge(session)
-
-    def _judge(self, session: Session) -> None:
-        """A new process took the place of one that died during an operation: its config is to blame (F19)."""
-        suspect = self.ctx.suspects.pop(session.rank, None) if session.alive else None
-        if suspect is None:
-            return
-        digest, key = suspect
-        if key != (session.hello.pid, session.hello.epoch, session.hello.incarnation) and digest:
-            reason = f"the process of rank {session.rank} died while this config was being attached"
-            log.error("config quarantined: %s", reason)
-            self.ctx.hub.publish("quarantined", rank=session.rank, reason=reason)
-            self.ctx.nursery.start_soon(self._write, partial(self.ctx.book.quarantine, digest, reason))
+            self.ctx.judge(session)
 
     # ---- one decision
 
     async def _step(self) -> bool:
         """Do the next thing; False when there is nothing to do but wait."""
         ctx = self.ctx
+        for digest, reason in list(ctx.guilty.items()):
+            await self._write(partial(ctx.book.quarantine, digest, reason))
+            del ctx.guilty[digest]
         self._look()
         expected = frozenset(range(ctx.registry.expected)) if ctx.registry.ranks else None
         decision = self.recovery.next(expected, trio.current_time())

@@ -179,6 +179,8 @@ class Transactor:
         """Remember who was lost in this attempt: a new process in its place proves that the config killed it (F19)."""
         for rank, process in drive.lost_processes().items():
             self.ctx.suspects[rank] = digest, process
+            if (now := self.ctx.registry.ranks.get(rank)) is not None:
+                self.ctx.judge(now)  # its successor may have been faster than the end of this attempt
 
     def _stuck(self, drive: Drive) -> dict[int, str]:
         """Participants that are known not to be back on A."""
