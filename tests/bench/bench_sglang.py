@@ -19,6 +19,7 @@ from tests.rigs.sglang_server import Stack, install_hooks
 ONLY_WHEN_NAMED = True
 ROUNDS = 31
 SLOW_ROUNDS = 3
+LOOK_BACK = 4000  # passes: more than an operation of 3 s has
 AFTER_S = 0.05  # a pass ends, and is written, after the answer has left
 
 Sample = tuple[float, float]  # latency, stall; seconds
@@ -50,7 +51,7 @@ class Bench:
 
     def _read(self) -> list[Sample]:
         rows = []
-        for line in self.passes.read_text().splitlines()[-200:]:
+        for line in self.passes.read_text().splitlines()[-LOOK_BACK:]:
             end, busy = line.split()
             rows.append((float(end), float(busy)))
         return rows
