@@ -121,6 +121,7 @@ class Blocker(msgspec.Struct, frozen=True):
     name: str
     count: int
     age_ms: int | None = None
+    still_s: float | None = None  # how long nothing of it has ended, as far as reports show (F4)
 
 
 class IdleReport(msgspec.Struct, frozen=True):

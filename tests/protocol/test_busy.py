@@ -5,7 +5,15 @@ import trio
 from tests.protocol.support import rig, stub_sees
 
 from hicache_proto import api
-from hicache_proto.errors import HicacheError, Inconsistent, InvalidRequest, NotIdle, OperationInProgress
+from hicache_proto.errors import (
+    DeadlineExceeded,
+    HicacheError,
+    Inconsistent,
+    InvalidRequest,
+    NotIdle,
+    OperationInProgress,
+)
+from hicache_sidecar.engine import idle
 
 
 async def test_transfers_block_detach(tmp_path):
@@ -210,3 +218,32 @@ async def test_hot_needs_no_idle(tmp_path):
         assert (await side.attach(mode="hot")).changed
         assert stub.ranks[0].admission == []
         assert "freeze" not in {phase for phase, _ in stub.ranks[0].log}
+
+
+async def test_a_drain_says_stalled_when_nothing_moves(tmp_path, monkeypatch):
+    """F4: backups that do not move: the drain's refusal says ``stalled``; ones that do: ``slow``. Live, too."""
+    monkeypatch.setattr(idle, "STALLED_S", 0.3)
+    async with rig(tmp_path) as (side, stub):
+        stub.ranks[0].set(counters={"ongoing_backup": 9})
+        seen = []
+        with pytest.raises(DeadlineExceeded) as stood:
+            await side.ask(api.DrainRequest(timeout_s=1.0), progress=seen.append)
+        assert stood.value.details["progress"] == "stalled"
+        assert "stalled: ongoing_backup=9 (rank 0)" in stood.value.message
+        assert any(row.get("still_s", 0) >= 0.3 for data in seen for row in data["blocked_by"])
+        with pytest.raises(DeadlineExceeded) as swap:
+            await side.attach(mode="drain", wait_timeout_s=1.0)
+        assert swap.value.details["progress"] == "stalled"
+        async with trio.open_nursery() as nursery:
+
+            async def work():
+                for count in range(1000, 0, -1):
+                    await trio.to_thread.run_sync(lambda n=count: stub.ranks[0].set(counters={"ongoing_backup": n}))
+                    await trio.sleep(0.05)  # the store's pace
+
+            nursery.start_soon(work)
+            with pytest.raises(DeadlineExceeded) as slow:
+                await side.ask(api.DrainRequest(timeout_s=1.0))
+            nursery.cancel_scope.cancel()
+        assert slow.value.details["progress"] == "slow"
+        assert "stalled" not in slow.value.message

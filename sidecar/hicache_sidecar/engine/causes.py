@@ -11,16 +11,9 @@ from hicache_proto.errors import (
 )
 from hicache_proto.model import QUEUE_COUNTERS, RUNNING_COUNTERS, Blocker
 from hicache_proto.transaction import CoordEvent, CoordPhase, See
-from hicache_sidecar.engine.idle import RETRY_AFTER_S
+from hicache_sidecar.engine import idle
+from hicache_sidecar.engine.idle import RETRY_AFTER_S, rows
 from hicache_sidecar.engine.operation import CANCELLED, STOPPING
-
-
-def rows(blockers: list[Blocker]) -> list[dict[str, object]]:
-    """``details.blocked_by``."""
-    return [
-        {"rank": b.rank, "name": b.name, "count": b.count} | ({} if b.age_ms is None else {"age_ms": b.age_ms})
-        for b in blockers
-    ]
 
 
 def busy(verb: str, blockers: list[Blocker], why: str = "") -> NotIdle:
@@ -80,9 +73,10 @@ def _late(
         return busy(verb, blockers, "the wait for idle ran out")
     if phase is CoordPhase.FREEZE and blockers:
         names = ", ".join(f"{b.name}={b.count} (rank {b.rank})" for b in blockers)
+        progress, stalled = idle.progress(blockers)
         return DeadlineExceeded(
-            f"{verb}: still draining when {event.detail or 'time was up'}; blocked by {names}",
-            details=details | {"blocked_by": rows(blockers), "reason": "still_draining"},
+            f"{verb}: still draining when {event.detail or 'time was up'}; blocked by {names}{stalled}",
+            details=details | {"blocked_by": rows(blockers), "reason": "still_draining", "progress": progress},
         )
     joined = "; ".join(f"rank {rank}: no reply" for rank in silent)
     return DeadlineExceeded(

@@ -23,6 +23,7 @@ from hicache_sidecar.engine.fanout import RankAnswer
 from hicache_sidecar.engine.goals import seconds
 from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.status import DRAIN_HOLD
+from hicache_sidecar.engine.waiting import Stalls
 
 
 class Direct:
@@ -158,22 +159,23 @@ class Direct:
         )
 
     async def _until_idle(self, job: Job, cancelled: trio.Event) -> None:
-        ctx = self.ctx
+        ctx, stalls = self.ctx, Stalls()
         while not cancelled.is_set():
             reports = {rank: session.report.idle for rank, session in ctx.registry.live.items()}
             idle.check_complete(reports)
             if ctx.registry.complete and all(idle.is_idle(report) for report in reports.values()):
                 return
             ctx.require_engine()
-            blocked = idle.blockers(reports)
-            if blocked != job.blocked_by:
-                job.blocked_by = blocked
+            before = [(b.rank, b.name, b.count, idle.stalled(b)) for b in job.blocked_by]
+            job.blocked_by = blocked = stalls.judge(reports, trio.current_time())
+            if [(b.rank, b.name, b.count, idle.stalled(b)) for b in blocked] != before:
                 job.tell()
             if trio.current_time() >= job.deadline:
                 names = ", ".join(f"{b.name}={b.count} (rank {b.rank})" for b in blocked)
+                progress, stalled = idle.progress(blocked)
                 raise DeadlineExceeded(
-                    f"still draining: {names}; admission is open again",
-                    details={"reason": "still_draining", "blocked_by": causes.rows(blocked)},
+                    f"still draining: {names}{stalled}; admission is open again",
+                    details={"reason": "still_draining", "progress": progress, "blocked_by": idle.rows(blocked)},
                 )
             with trio.move_on_at(job.deadline):
                 await ctx.registry.changed.park()

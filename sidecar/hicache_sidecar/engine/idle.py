@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from hicache_proto.errors import Inconsistent, NotIdle
 from hicache_proto.model import MANDATORY_COUNTERS, QUEUE_COUNTERS, RUNNING_COUNTERS, Blocker, IdleReport
 
+STALLED_S = 3.0  # a transfer of which nothing ended for so long: the slowest honest one takes milliseconds a page
 RETRY_AFTER_S = 1  # what a client is told to wait before it asks again (F6)
 
 
@@ -20,6 +21,44 @@ def missing_counters(report: IdleReport) -> list[str]:
 def is_idle(report: IdleReport) -> bool:
     """True when the report is complete and every counter is zero."""
     return not missing_counters(report) and not any(report.counters.values())
+
+
+def may_stall(blocker: Blocker) -> bool:
+    """A transfer or queue, of which something should end all the time; a request may generate for minutes (F4)."""
+    return blocker.name.startswith(("ongoing_", "storage_"))
+
+
+def stalled(blocker: Blocker) -> bool:
+    """Nothing of it ends."""
+    return may_stall(blocker) and (blocker.still_s or 0.0) >= STALLED_S
+
+
+def rows(found: list[Blocker]) -> list[dict[str, object]]:
+    """``details.blocked_by``."""
+    return [
+        {
+            name: value
+            for name, value in (
+                ("rank", b.rank),
+                ("name", b.name),
+                ("count", b.count),
+                ("age_ms", b.age_ms),
+                ("still_s", b.still_s),
+            )
+            if value is not None
+        }
+        for b in found
+    ]
+
+
+def progress(found: list[Blocker]) -> tuple[str, str]:
+    """``stalled`` or ``slow``, and a clause that names what stalled (F4)."""
+    still = [b for b in found if stalled(b)]
+    if not still:
+        return "slow", ""
+    return "stalled", "; stalled: " + ", ".join(
+        f"{b.name}={b.count} (rank {b.rank}) has not moved for {b.still_s:.0f} s" for b in still
+    )
 
 
 def blockers(reports: Mapping[int, IdleReport]) -> list[Blocker]:

@@ -12,6 +12,7 @@ from hicache_proto.errors import ErrorBody, HicacheError, from_body
 from hicache_proto.model import Blocker, TargetState
 from hicache_sidecar.core.redaction import redact_config, redact_text, scrub, secrets_in
 from hicache_sidecar.core.service import Progress
+from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.events import EventHub, now_iso
 
 CANCELLED, STOPPING = "cancelled", "the sidecar is stopping"  # why an operation is cancelled
@@ -92,7 +93,7 @@ class Job:
             "operation_id": self.id,
             "phase": self.phase,
             "message": self.clean(message),
-            "blocked_by": [{"rank": b.rank, "name": b.name, "count": b.count} for b in self.blocked_by],
+            "blocked_by": idle.rows(self.blocked_by),
             "ranks": [{"rank": r.rank, "success": r.success, "message": r.message} for r in self.ranks.values()],
         }
         for listener in list(self.listeners):

@@ -7,12 +7,13 @@ that is never idle together is not frozen again and again.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
 import trio
 
 from hicache_proto.hooklink import WatchIdle
-from hicache_proto.model import Blocker
+from hicache_proto.model import Blocker, IdleReport
 from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
@@ -83,19 +84,45 @@ class IdleWatch:
         self._check()
 
 
+class Stalls:
+    """Tells "no progress" from "slow progress" (F4): a transfer or queue of which nothing ends stands still."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[Blocker, float]] = {}  # and when something of it last ended
+
+    def judge(self, reports: Mapping[int, IdleReport], now: float) -> list[Blocker]:
+        """The blockers of these reports, with ``still_s``. Call it as reports come."""
+        blockers = idle.blockers(reports)
+        judged = {}
+        for blocker in blockers:
+            key = (blocker.rank, blocker.name)
+            before, since = self._seen.get(key, (blocker, now))
+            older_ended = None not in (blocker.age_ms, before.age_ms) and (blocker.age_ms or 0) < (before.age_ms or 0)
+            if blocker.count != before.count or older_ended:
+                since = now
+            judged[key] = blocker, since
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] not in reports} | judged
+        return [
+            msgspec.structs.replace(b, still_s=round(now - since, 1)) if idle.may_stall(b) and now > since else b
+            for b, since in judged.values()
+        ]
+
+
 class Blocking:
     """What keeps the participants from being idle, by their last reports."""
 
     def __init__(self, registry: Registry, ranks: Iterable[int]) -> None:
         self._registry, self._ranks = registry, tuple(ranks)
-        self._seen: dict[int, list[tuple[str, int]]] = {}
+        self._seen: dict[int, list[tuple[str, int, bool]]] = {}
+        self._stalls = Stalls()
 
     def saw(self, session: Session) -> bool:
-        """A report arrived; True when it names other blockers than the rank's last one.
+        """A report arrived; True when it shows other blockers than the rank's last one, or one that stalled since.
 
         Only the rank that reported is looked at: 256 ranks report in every phase.
         """
-        now = [(b.name, b.count) for b in idle.blockers({session.rank: session.report.idle})]
+        judged = self._stalls.judge({session.rank: session.report.idle}, trio.current_time())
+        now = [(b.name, b.count, idle.stalled(b)) for b in judged]
         if now == self._seen.get(session.rank, []):
             return False
         self._seen[session.rank] = now
@@ -104,7 +131,8 @@ class Blocking:
     def all(self) -> list[Blocker]:
         """Every blocker of every participant."""
         ranks = self._registry.ranks
-        return idle.blockers({r: ranks[r].report.idle for r in self._ranks if r in ranks})
+        reports = {r: ranks[r].report.idle for r in self._ranks if r in ranks}
+        return self._stalls.judge(reports, trio.current_time())
 
 
 class Alarm:
