@@ -6,7 +6,6 @@ connection string.
 """
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Collection
@@ -14,15 +13,9 @@ from typing import Any
 
 import msgspec
 
-from hicache_hooks.guard_settings import GUARD_KNOBS
-from hicache_proto.model import KNOBS
+from hicache_proto.secret_names import is_secret_name
 
 MASK = "***"
-_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
-_SECRET_WORDS = frozenset(
-    {"password", "passwd", "passphrase", "secret", "token", "credential", "credentials", "apikey"}
-)
-_KEY_OWNERS = frozenset({"access", "secret", "api", "private", "encryption", "auth", "account", "sas"})
 # key=value inside a string: connection strings, URL queries. Masking too much is harmless.
 _ASSIGNED = re.compile(r"(?i)((?:password|passwd|secret|token|key)=)[^&;,\s]+")
 _USERINFO = re.compile(r"(?<=://)([^/?#\s@:]*:)?[^/?#\s@]+(?:@[^/?#\s@]*)*(?=@)")  # a password may hold an @
@@ -32,17 +25,6 @@ def redact(text: str, values: dict[str, Any], secret_names: Collection[str] = ()
     """``text`` itself when ``values``, parsed from it, hold no secret; else the values as JSON, secrets masked."""
     clean = _redacted(values, frozenset(secret_names))
     return text if clean == values else json.dumps(clean, ensure_ascii=False)
-
-
-def is_secret_name(name: str) -> bool:
-    """True when an option of this name holds a secret by itself; a ``*_file`` holds a path."""
-    if name in KNOBS or name in GUARD_KNOBS:
-        return False
-    words = [word.lower() for word in _WORDS.findall(name)]
-    if not words or words[-1] in ("file", "path", "ttl", "s", "seconds"):
-        return False
-    pairs = itertools.pairwise(words)
-    return bool(_SECRET_WORDS & set(words)) or any(b == "key" and a in _KEY_OWNERS for a, b in pairs)
 
 
 @functools.cache

@@ -18,12 +18,13 @@ import msgspec
 from hicache_hooks.backends.dynamic import ALLOW_ENV, allowed
 from hicache_hooks.backends.options import BackendOptions
 from hicache_hooks.cache.config import ResolvedConfig, Running, live_keys, load
-from hicache_hooks.cache.config_redact import is_secret_name, redact
+from hicache_hooks.cache.config_redact import redact
 from hicache_hooks.cache.config_text import bad
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.sglang.versions import SRT
 from hicache_proto.errors import Forbidden, UnknownBackend, UnsupportedByEngine
 from hicache_proto.model import KNOBS, TargetState
+from hicache_proto.secret_names import is_secret_name
 
 FILE = "file"
 DYNAMIC = "dynamic"
@@ -104,12 +105,14 @@ def make_config(backend: str, options: dict[str, Any], text: str | None, namespa
 def adopted(backend: str, text: str | None, knobs: Knobs, namespace: str) -> Running:
     """What the engine attached by itself (at its start, or through its own API), as it reports it.
 
-    The engine's text is not ours: what cannot be read counts as no options, so that status still works.
+    The engine's text is not ours: what cannot be read counts as no options, so that status still works. No text is
+    told as "{}": a target without text would mean "keep what runs", and a roll-back to this state would change nothing.
     """
+    text = text or "{}"
     try:
-        values = load(text, {}) if text and not text.startswith("@") else {}
+        values = load(text, {}) if not text.startswith("@") else {}
     except Exception:
-        values, text = {}, None
+        values, text = {}, "{}"
     options = {key: value for key, value in values.items() if key not in KNOBS}
     return Running(make_config(backend, options, text, namespace), knobs)
 

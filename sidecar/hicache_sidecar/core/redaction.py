@@ -1,7 +1,6 @@
 """Secrets out of everything that is shown: config strings, error texts, details (failures.md F94).
 
-A key names a secret when one of its words does (``password``, ``access_key``, ``api_token`` ...), unless it ends in
-``_file`` or ``_path``: those say where a secret lies, not what it is. Redaction is by key for anything that parses,
+Which key names a secret is ``hicache_proto.secret_names``'s. Redaction is by key for anything that parses,
 and by pattern for text that does not. Values learnt from a config can also be scrubbed from foreign text, such as
 a vendor's exception that quotes what it was given. Pure.
 """
@@ -9,28 +8,13 @@ a vendor's exception that quotes what it was given. Pure.
 import json
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any
+
+from hicache_proto.secret_names import is_secret_name
 
 REDACTED = "***"
 _MIN_SCRUB = 4  # shorter values would redact half of an innocent sentence
 
-_SECRET_WORDS = (
-    "password", "passwd", "pwd", "passphrase", "secret", "token", "credential", "credentials", "accesskey",
-    "secretkey", "apikey", "privatekey", "authkey", "auth", "authorization", "signature", "sas",
-)  # fmt: skip
-_SECRET_PAIRS = (
-    "access_key",
-    "secret_key",
-    "api_key",
-    "private_key",
-    "auth_key",
-    "session_key",
-    "account_key",
-    "ak",
-    "sk",
-)
-_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 # The lookbehinds keep both patterns linear: a match starts at the start of a word only.
 # key = value / "key": "value" / key: value, in text that did not parse
 _KEY_IN_TEXT = re.compile(r"""(?<![\w.\-])(?P<key>["']?[A-Za-z_][\w.\-]*["']?)\s*[:=]\s*""")
@@ -40,22 +24,12 @@ _URL_USERINFO = re.compile(
 )
 
 
-@lru_cache(maxsize=4096)
-def is_secret_key(key: str) -> bool:
-    """Whether a key's value is to be hidden."""
-    words = [w.lower() for w in _WORDS.findall(key)]
-    if not words or words[-1] in ("file", "path"):
-        return False
-    joined = "_".join(words)
-    if any(word in _SECRET_WORDS for word in words):
-        return True
-    return any(joined == pair or joined.endswith("_" + pair) or joined.startswith(pair + "_") for pair in _SECRET_PAIRS)
-
-
 def redact_value(value: Any) -> Any:
     """A copy of a decoded document with secret values replaced, at any depth; URLs lose their password."""
     if isinstance(value, dict):
-        return {k: (REDACTED if is_secret_key(str(k)) and not _empty(v) else redact_value(v)) for k, v in value.items()}
+        return {
+            k: (REDACTED if is_secret_name(str(k)) and not _empty(v) else redact_value(v)) for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact_value(v) for v in value]
     if isinstance(value, str):
@@ -100,7 +74,7 @@ def _secret_spans(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     while (key := _KEY_IN_TEXT.search(text, at)) is not None:
         at = key.end()
-        value = _VALUE_IN_TEXT.match(text, at) if is_secret_key(key["key"].strip("\"'")) else None
+        value = _VALUE_IN_TEXT.match(text, at) if is_secret_name(key["key"].strip("\"'")) else None
         if value is not None:
             yield value.span()
             at = value.end()
@@ -122,7 +96,7 @@ def secrets_in(config: str | None) -> set[str]:
 def _collect(value: Any, secret: bool, found: set[str]) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
-            _collect(inner, secret or is_secret_key(str(key)), found)
+            _collect(inner, secret or is_secret_name(str(key)), found)
     elif isinstance(value, list):
         for inner in value:
             _collect(inner, secret, found)

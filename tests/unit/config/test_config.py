@@ -10,10 +10,11 @@ import pytest
 from hicache_hooks.backends import registry
 from hicache_hooks.backends.options import BackendOptions, Secret, SecretFile
 from hicache_hooks.cache.config import Running, compare, knob_warnings, resolve
-from hicache_hooks.cache.config_redact import is_secret_name, redact
+from hicache_hooks.cache.config_redact import redact
 from hicache_hooks.cache.knobs import Knobs
 from hicache_proto.errors import HicacheError, InvalidConfig, UnknownBackend
 from hicache_proto.model import KNOBS, TargetState
+from hicache_proto.secret_names import is_secret_name
 
 NOTHING = Running(None, Knobs())
 ENV: dict[str, str] = {}
@@ -119,7 +120,7 @@ def test_bad_json_and_shapes() -> None:
 
 
 def test_unknown_backend_lists_the_known() -> None:
-    for name in ("nope", "nixl", "mooncake", "File", "", "x" * 100, "a\nb"):
+    for name in ("nope", "nixl2", "Mooncake", "File", "", "x" * 100, "a\nb"):
         with pytest.raises(UnknownBackend) as caught:
             run(target({}, backend=name))
         assert caught.value.details["known"] == list(registry.KNOWN)

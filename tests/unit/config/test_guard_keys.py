@@ -5,11 +5,11 @@ import json
 import pytest
 
 from hicache_hooks.cache.config import Running, compare, resolve
-from hicache_hooks.cache.config_redact import is_secret_name
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.guard_settings import GUARD_KNOBS, GuardSettings
 from hicache_proto.errors import InvalidConfig
 from hicache_proto.model import TargetState
+from hicache_proto.secret_names import is_secret_name
 
 NOTHING = Running(None, Knobs())
 

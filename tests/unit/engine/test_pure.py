@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hicache_proto import api
 from hicache_proto.errors import Inconsistent, InvalidRequest, PrepareFailed, RolledBack, UnsupportedByEngine
 from hicache_proto.model import MANDATORY_COUNTERS, Blocker, EffectiveState, IdleReport, TargetState
+from hicache_proto.secret_names import is_secret_name
 from hicache_proto.transaction import CoordEvent, CoordPhase, See
 from hicache_sidecar.core.redaction import (
     REDACTED,
-    is_secret_key,
     redact_config,
     redact_text,
     redact_value,
@@ -46,6 +46,12 @@ QUIET = dict.fromkeys(MANDATORY_COUNTERS, 0)
         ("token_path", False),
         ("file_storage_path", False),
         ("prefetch_threshold", False),
+        ("prefetch_timeout_per_ki_token", False),
+        ("guard_deadline_s", False),
+        ("token_ttl", False),
+        ("sk", True),
+        ("oss_ak", True),
+        ("encryption_key", True),
         ("hicache_storage_pass_prefix_keys", False),
         ("tokenizer", False),
         ("max_tokens", False),
@@ -55,7 +61,7 @@ QUIET = dict.fromkeys(MANDATORY_COUNTERS, 0)
 )
 def test_secret_keys(key, secret):
     """By whole words: ``token`` hides, ``tokenizer`` and ``max_tokens`` do not; a file's name is no secret."""
-    assert is_secret_key(key) is secret
+    assert is_secret_name(key) is secret
 
 
 def test_config_by_key_at_any_depth():
