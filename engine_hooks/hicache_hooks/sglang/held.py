@@ -56,17 +56,21 @@ class Held:
 
     def hold(self, requests: Iterable[Any]) -> list[Any]:
         """Admission is closed: keep the work requests; returns what passes, in order."""
-        passing = []
+        passing: list[Any] = []
+        fresh: list[Any] = []  # kept here first: when a request fails, the engine goes on with what it pulled
         for request in requests:
             if self._engine.is_health_check(request):
                 self._engine.answer_health(request)
             elif self._engine.is_work(request):
-                self._list.append(request)
+                fresh.append(request)
             else:
-                if self._list and self._engine.is_abort(request):
-                    self._abort(request)
+                if (self._list or fresh) and self._engine.is_abort(request):
+                    self._list = self._without(self._list, request)
+                    fresh = self._without(fresh, request)
                 passing.append(request)
-        self.most = max(self.most, len(self))
+        held = [*self._list, *fresh]
+        self.most = max(self.most, sum(len(self._members(request)) for request in held))
+        self._list = held
         return passing
 
     def release(self) -> list[Any]:
@@ -74,9 +78,9 @@ class Held:
         released, self._list = self._list, []
         return released
 
-    def _abort(self, abort: Any) -> None:
+    def _without(self, requests: list[Any], abort: Any) -> list[Any]:
         kept = []
-        for request in self._list:
+        for request in requests:
             members = self._members(request)
             left = [member for member in members if not matches(abort, member)]
             for member in members:
@@ -87,7 +91,7 @@ class Held:
                 kept.append(request)
             elif left:
                 kept.append(self._engine.with_batch(request, left))
-        self._list = kept
+        return kept
 
     def _answer(self, held: Any, abort: Any) -> None:
         try:

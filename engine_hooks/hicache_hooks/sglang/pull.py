@@ -1,8 +1,9 @@
 """What runs at the engine's pull: once per loop iteration of every rank, before the broadcast.
 
 The only place where the hooks' scheduler-thread work happens by itself. A spinning scheduler comes here some
-thousand times a second, so ``on_pull`` first tests two attributes: nothing pending, nothing closed or held. It runs
-while the engine is paused too, where its idle hook does not.
+thousand times a second, so ``on_pull`` first tests three attributes: nothing pending, nothing closed or held, no
+wake-up to forget (one that stays readable in the engine's poller makes a sleeping scheduler spin). It runs while the
+engine is paused too, where its idle hook does not.
 """
 
 import logging
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 class Pull:
     """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
 
-    __slots__ = ("_held", "_leader", "_repair", "_repair_asked", "_waker", "_world", "closed", "hook")
+    __slots__ = ("_held", "_leader", "_repair", "_repair_asked", "_world", "closed", "hook", "waker")
 
     def __init__(
         self, hook: RankHook, world: BroadcastWorld, held: Held, waker: Waker, repair: Callable[[], object]
@@ -30,7 +31,7 @@ class Pull:
         self.closed = False  # admission is closed, or something is held; follows at each pull that did something
         self._world = world
         self._held = held
-        self._waker = waker
+        self.waker = waker
         self._repair = repair
         self._repair_asked = False
         self._leader = world.leader
@@ -39,7 +40,7 @@ class Pull:
         """*any thread*: run ``repair`` at the next pull."""
         self._repair_asked = True
         self.hook.pending = True
-        self._waker.wake()
+        self.waker.wake()
 
     def __call__(self, requests: list[Any] | None) -> list[Any] | None:
         """``requests`` as pulled (None on ranks that do not pull); returns what the engine goes on with.
@@ -54,7 +55,7 @@ class Pull:
 
     def _work(self, requests: list[Any] | None) -> list[Any] | None:
         hook = self.hook
-        self._waker.clear()
+        self.waker.clear()
         if hook.pending:
             hook.run_pending()
         if self._repair_asked:
@@ -71,12 +72,12 @@ class Pull:
         if self._world.waiting:
             requests = [*requests, *self._world.take()]
         if hook.transaction.slicing:
-            self._waker.wake()  # the next slice belongs to the next pass: no sleep in between
+            self.waker.wake()  # the next slice belongs to the next pass: no sleep in between
         return requests
 
     def executed(self) -> None:
         """A command of the world ran: the next pull must come soon (answers, and requests that are free now)."""
-        self._waker.wake()
+        self.waker.wake()
 
 
 _pull: Pull | None = None  # of this process's scheduler
@@ -90,6 +91,6 @@ def install(pull: Pull | None) -> None:
 
 def on_pull(requests: list[Any] | None, *_args: Any) -> list[Any] | None:
     """AFTER hook of the engine's pull. None keeps what was pulled."""
-    if _pull is None or not (_pull.hook.pending or _pull.closed):
+    if _pull is None or not (_pull.hook.pending or _pull.closed or _pull.waker.signalled):
         return None
     return _pull(requests)

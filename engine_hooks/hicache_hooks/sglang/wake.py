@@ -30,7 +30,7 @@ class Waker:
         """``sleeper``: the scheduler's ``idle_sleeper``, or None."""
         poller = getattr(sleeper, "poller", None)
         self.sleeps = poller is not None
-        self._signalled = False
+        self.signalled = False  # a wake-up that ``clear`` has not forgotten yet
         self._fd = -1
         if poller is not None:
             import zmq
@@ -46,12 +46,12 @@ class Waker:
             os.eventfd_write(self._fd, 1)
         # After the write: a flag that came first could be cleared before the descriptor becomes readable, and the
         # poller would spin on it for good.
-        self._signalled = True
+        self.signalled = True
 
     def clear(self) -> None:
         """*scheduler*: forget the wake-ups so far; one attribute test when there was none."""
-        if self._signalled:
-            self._signalled = False
+        if self.signalled:
+            self.signalled = False
             with contextlib.suppress(OSError):
                 os.eventfd_read(self._fd)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from hicache_hooks.sglang.held import Held
 
 
@@ -116,4 +118,20 @@ def test_health_checks_are_answered_while_held() -> None:
     held = Held(engine)
     assert held.hold([Health(), Work("a")]) == []
     assert engine.healthy == [Health()]
+    assert held.release() == [Work("a")]
+
+
+def test_a_request_that_cannot_be_looked_at_leaves_none_behind() -> None:
+    """The engine then goes on with all that it pulled: a request that was kept too would run twice."""
+
+    class Broken(Engine):
+        def is_abort(self, request: Any) -> bool:
+            if request == "odd":
+                raise RuntimeError("an odd request")
+            return super().is_abort(request)
+
+    held = Held(Broken())
+    held.hold([Work("a")])
+    with pytest.raises(RuntimeError):
+        held.hold([Work("b"), "odd", Work("c")])
     assert held.release() == [Work("a")]

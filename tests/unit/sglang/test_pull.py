@@ -1,18 +1,20 @@
 """The pull hook with a real ``RankHook``: the gate, commands on the broadcast, and that nothing reaches the engine."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.rigs.light_adapter import LightAdapter
 from tests.unit.sglang.test_held import Abort, Engine, Work
+from tests.unit.sglang.test_wake import LONG_MS, Sleeper
 
 from hicache_hooks.hook import RankHook
 from hicache_hooks.sglang import pull as pulling
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
-from hicache_hooks.sglang.wake import Waker
+from hicache_hooks.sglang.wake import Pulse, Waker
 from hicache_hooks.sglang.world import BroadcastWorld, HookCommand
 from hicache_hooks.world import WorldCommand, decode
 from hicache_proto.hooklink import Call, Freeze, Hold, Prepare, Release, Undo, phase_of
@@ -30,7 +32,7 @@ class Dispatcher:
 class Scheduler:
     """The engine's loop, as far as requests go."""
 
-    def __init__(self, leader: bool = True, ranks: int = 1) -> None:
+    def __init__(self, leader: bool = True, ranks: int = 1, sleeper: Any = None) -> None:
         self._request_dispatcher = Dispatcher()
         identity = RankIdentity(tp_rank=0 if leader else 1, tp_size=ranks)
         self.world = BroadcastWorld(leader=leader, ranks=ranks)
@@ -39,7 +41,8 @@ class Scheduler:
         )
         self.engine = Engine()
         self.repaired = threading.Event()
-        self.pull = Pull(self.hook, self.world, Held(self.engine), Waker(None), self.repaired.set)
+        self.waker = Waker(sleeper)
+        self.pull = Pull(self.hook, self.world, Held(self.engine), self.waker, self.repaired.set)
         self.world.bind(self, self.execute)
         pulling.install(self.pull)
         self.ran: list[Any] = []
@@ -147,3 +150,26 @@ def test_dead_threads_are_repaired_on_the_schedulers_thread(scheduler: Scheduler
     assert not scheduler.repaired.is_set()
     scheduler.loop()
     assert scheduler.repaired.is_set()
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_a_wake_up_with_nothing_to_do_is_forgotten_at_the_pull(leader: bool) -> None:
+    """A descriptor that stays readable in the engine's poller makes a sleeping scheduler spin after an operation."""
+    sleeper = Sleeper()
+    scheduler = Scheduler(leader=leader, ranks=2, sleeper=sleeper)
+    wanted = threading.Event()
+    wanted.set()
+    pulse = Pulse(scheduler.waker, wanted.is_set)
+    pulse.start()
+    pulse.kick()
+    pulled = [] if leader else None
+    for _ in range(3):  # PREPARE: passes while the operation is open, and no more than that
+        assert sleeper.poller.poll(LONG_MS)
+        pulling.on_pull(pulled)
+    wanted.clear()
+    deadline = time.monotonic() + 10
+    while sleeper.poller.poll(200):  # the flag follows the write
+        pulling.on_pull(pulled)
+        assert time.monotonic() < deadline, "the descriptor stays readable: the scheduler spins"
+    scheduler.hook.close()
+    pulling.install(None)
