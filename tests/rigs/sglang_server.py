@@ -24,8 +24,10 @@ FLAGS = {
     "tp1": ["--sleep-on-idle"],
     "tp2": ["--tp", "2", "--sleep-on-idle"],
     "dp2": ["--dp", "2", "--sleep-on-idle"],
+    # A spinning scheduler with the Python tree, and storage from its own command line.
+    "startup": ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"],
 }
-RANKS = {"tp1": 1, "tp2": 2, "dp2": 2}
+RANKS = {"tp1": 1, "tp2": 2, "dp2": 2, "startup": 1}
 HIT = 1984  # of a prompt of 2048 tokens: its last page is always computed
 
 # Where the sidecar dies when its file is armed (``Stack.arm``); grammar: hicache_proto.faults.
@@ -148,12 +150,19 @@ class Stack:
             ),
             "PYTHONPATH": f"{self._hooks}:{RIG / 'stores'}",
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "",
+            **(self._startup_env() if self.topology == "startup" else {}),
             **self._env,
         })  # fmt: skip
         server = Server(process, port)
         process.wait_until("the server", lambda: "fired up and ready to roll" in process.text(), START_S)
         process.wait_until("/readyz of the sidecar", self.ready, 30.0)
         return server
+
+    def _startup_env(self) -> dict[str, str]:
+        return {
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.root / "startup"),
+            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+        }
 
     def lose_server(self) -> None:
         """It hangs: killed; the next test of this topology starts another."""

@@ -124,8 +124,19 @@ def test_what_the_engine_attached_itself_is_the_same_config_as_ours() -> None:
     assert compare(theirs, ours).relation == "same"
 
 
+def test_an_adopted_backend_without_options_can_be_gone_back_to() -> None:
+    """No text in a target means "keep what runs"; so what the engine started without text is told as "{}"."""
+    started = adopted("file", None, Knobs(), NAMESPACE)
+    assert started.config is not None
+    assert started.config.text == started.config.redacted == "{}"
+    swapped = resolved(file(file_storage_path="/b"), started)
+    back = resolved(TargetState(backend="file", extra_config=started.config.redacted), swapped)
+    assert compare(swapped, back).relation == "swap"
+    assert compare(started, back).relation == "same"
+
+
 def test_a_text_of_the_engines_that_cannot_be_read_does_not_break_status() -> None:
     running = adopted("file", "not json", Knobs(), NAMESPACE)
     assert running.config is not None
-    assert running.config.redacted is None
+    assert running.config.redacted == "{}"
     assert adopted("file", "@/nowhere.yaml", Knobs(), NAMESPACE).config is not None
