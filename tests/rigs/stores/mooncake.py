@@ -31,9 +31,9 @@ class MooncakeStand(ServerStand):
     can_be_small = True
     small_pages = 256
     evicts_when_full = True  # leased pages survive, and a put beside them is refused
-    cycles = 30  # its close takes 1 to 2 s and holds the GIL (hicache_hooks/backends/mooncake_client.py)
+    cycles = 40  # its close takes 1 to 2 s and holds the GIL (hicache_hooks/backends/mooncake_client.py)
     cycles_s = 240.0
-    warm_cycles = 12  # its own memory grows by 30 MB in the first ten cycles, and not in the fifty after them
+    warm_cycles = 20  # its own memory grows by 20 to 30 MB in the first sixteen, and not in the sixty after them
 
     def __init__(self, name: str, root: Path, *, small: bool = False) -> None:
         super().__init__(name, root, small=small)
@@ -109,7 +109,7 @@ class MooncakePeerStand(MooncakeStand):
     def start(self) -> None:
         super().start()
         if self.peer is None:
-            self.peer = self.tool("contribute", nbytes=(16 if self.small else 64) << 20)
+            self.peer = self.tool("contribute", nbytes=(16 if self.small else 512) << 20)
             self.peer.wait_until("its segment", lambda: "mounted" in ((self.peer and self.peer.text()) or ""), START_S)
 
     def stop(self) -> None:
