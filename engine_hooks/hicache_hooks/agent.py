@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -98,6 +99,7 @@ class LinkAgent:
         self._context = context
         self._pid = os.getpid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
         self._out: deque[Outgoing] = deque(maxlen=4096)
         self._jobs: deque[Callable[[], None]] = deque()
         self._beat_now = False
@@ -195,10 +197,12 @@ class LinkAgent:
     def _signal(self) -> None:
         if os.getpid() != self._pid:
             return
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except OSError:  # full counter: it is readable already; closed: the agent has ended
-            self.counts["lost_signals"] += 1
+        with self._wake_lock:  # the number of a closed descriptor may be somebody else's by now
+            try:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
+            except OSError:  # full counter: it is readable already
+                self.counts["lost_signals"] += 1
 
     # ------------------------------------------------------------------ agent thread
 
@@ -217,11 +221,15 @@ class LinkAgent:
         finally:
             if self._context is None:
                 context.term()  # every socket is closed with a bounded linger: this cannot hang (F103)
-            os.close(self._wake_fd)
+            with self._wake_lock:
+                wake_fd, self._wake_fd = self._wake_fd, -1
+                os.close(wake_fd)
 
     def _trouble(self, what: str, error: Exception) -> None:
         self.counts["troubles"] += 1
         log.warning("link to the sidecar, %s: %s: %s; starting again", what, type(error).__name__, error)
+        with suppress(LinkCut):
+            self._run_jobs()  # without a socket too: a closer may be what frees descriptors for it
         time.sleep(TROUBLE_PAUSE_S)
 
     def _connected_life(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:

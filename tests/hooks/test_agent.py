@@ -1,5 +1,6 @@
 """The link's agent against a plain ROUTER, over real ipc sockets."""
 
+import errno
 import random
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from tests.hooks.driver import FILE
 from tests.hooks.router import Router
 from tests.rigs.light_rank import LightRank
@@ -286,6 +288,24 @@ def test_an_engine_without_a_sidecar_serves(endpoint: str, make: MakeRank) -> No
     started = time.monotonic()
     rank.close()
     assert time.monotonic() - started < 2.0
+
+
+def test_jobs_run_without_a_socket_too(endpoint: str, make: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left for a socket: the closer that would free some must be started all the same."""
+
+    def no_descriptors(_context: object) -> object:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    ran = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr("hicache_hooks.agent.AgentSocket", no_descriptors)
+        rank = make()
+        assert counted(rank, "troubles") >= 1
+        rank.hook.agent.run_soon(ran.set)
+        assert ran.wait(5)
+    with Router(endpoint) as sidecar:
+        sidecar.welcome()
+        assert sidecar.ask(AskReport()).ok
 
 
 def test_watch_idle_tells_the_next_idle_moment_once(endpoint: str, make: MakeRank) -> None:

@@ -194,10 +194,14 @@ class Workers(Generic[T]):
             self._loop(slot)
         except BaseException as error:
             log.error("thread %s died: %r", slot.name, error)
+            left: list[T] = []
             with self._lock:
                 if not self._stopping and slot.thread is threading.current_thread():
                     slot.restarts += 1
                     self._replace(slot)
+                if not self.usable:  # nobody is left to run them
+                    left = self._queue.drain()
+            self._cancel(left)
 
     def _replace(self, slot: _Slot) -> None:
         try:
@@ -278,8 +282,11 @@ class Workers(Generic[T]):
             if not self.usable:
                 left = self._queue.drain()
         item.late()
-        for waiting in left:
-            waiting.cancelled()
+        self._cancel(left)
+
+    def _cancel(self, items: list[T]) -> None:
+        for item in items:
+            item.cancelled()
         with self._done:
             self._done.notify_all()
 

@@ -278,3 +278,38 @@ def test_threads_that_hang_are_capped_and_queued_work_ends() -> None:
         item.go.set()
     workers.signal_stop()
     assert workers.join(time.monotonic() + WAIT_S) == []
+
+
+class Deadly(Held):
+    """Ends its thread, as a vendor's ``sys.exit`` does."""
+
+    def run(self) -> None:
+        super().run()
+        raise SystemExit
+
+
+def test_work_behind_the_last_thread_ends_when_no_other_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F38, F44: the thread died, the system gives no other; nobody waits for ever for what was queued."""
+    workers: Workers[Held] = Workers("w", 1)
+    workers.start()
+    deadly, queued = Deadly(), Held()
+    workers.submit([deadly])
+    assert deadly.inside.wait(WAIT_S)
+    workers.submit([queued])
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        deadly.go.set()
+        assert workers.wait_idle(time.monotonic() + WAIT_S)
+        until(lambda: queued.how == ["cancelled"])
+        assert not workers.usable
+    fine = Held()
+    fine.go.set()
+    assert workers.submit([fine])  # a thread can be had again
+    assert workers.wait_idle(time.monotonic() + WAIT_S)
+    assert fine.how == ["ran"]
+    workers.signal_stop()
+    assert workers.join(time.monotonic() + WAIT_S) == []
