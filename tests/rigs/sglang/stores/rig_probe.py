@@ -1,6 +1,6 @@
 """A second plugin, for the bench: how long each pass of the leader's scheduler loop keeps the scheduler busy.
 
-A pass lasts from one pull of requests to the next, less the time asleep. Passes over a fifth of a millisecond are
+A pass lasts from one pull of requests to the next, or to the sleep in between. Passes over a fifth of a millisecond are
 appended to the file named by RIG_PROBE, as "end-of-pass busy-seconds" on the system's monotonic clock. Both our
 operations and the engine's own run inside such a pass, so both are measured by the same instrument.
 """
@@ -18,25 +18,29 @@ def entry():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    state = {"began": time.monotonic(), "slept": 0.0, "file": None}
+    state = {"began": time.monotonic(), "leader": False, "file": None}
 
-    def around_pull(pull, *args, **kwargs):
+    def ended():
+        """The scheduler was busy from ``began`` until now."""
         now = time.monotonic()
-        busy = now - state["began"] - state["slept"]
-        state["began"], state["slept"] = now, 0.0
-        pulled = pull(*args, **kwargs)
-        if pulled is not None and busy > WORTH_S:  # other ranks wait here for their leader
+        busy, state["began"] = now - state["began"], now
+        if state["leader"] and busy > WORTH_S:  # other ranks wait here for their leader
             if state["file"] is None:
                 state["file"] = open(path, "a", buffering=1)  # noqa: SIM115 - as long as the process
             state["file"].write(f"{now:.6f} {busy:.6f}\n")
+
+    def around_pull(pull, *args, **kwargs):
+        ended()
+        pulled = pull(*args, **kwargs)
+        state["leader"] = pulled is not None
         return pulled
 
     def around_sleep(sleep, *args, **kwargs):
-        began = time.monotonic()
+        ended()
         try:
             return sleep(*args, **kwargs)
         finally:
-            state["slept"] += time.monotonic() - began
+            state["began"] = time.monotonic()
 
     HookRegistry.register(
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
