@@ -19,6 +19,7 @@ from hicache_hooks.sglang import versions
 from hicache_hooks.sglang.canary import run_canary
 from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig
 from hicache_hooks.sglang.parked import Parked
+from hicache_hooks.sglang.storage_guard import StorageGuard
 from hicache_proto.errors import HicacheError, PrepareFailed
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ def _check_directory(name: str, backend: Any, path: str | None) -> None:
 def wait_and_close(backend: Any, timeout_s: float) -> list[str]:
     """Close a backend once no call is inside it; *closer* thread.
 
+    A guard closes its store when the last call has left it, one that was given up too: that is waited for.
+
     Returns:
         What still runs in it after ``timeout_s``; then it stays open (F117).
     """
@@ -99,6 +102,10 @@ def wait_and_close(backend: Any, timeout_s: float) -> list[str]:
             return [f"{in_flight()} storage calls"]
         time.sleep(0.005)
     close_backend(backend)
+    while isinstance(backend, StorageGuard) and not backend.closed:
+        if time.monotonic() >= until:
+            return backend.given_up() or ["the store's own close"]
+        time.sleep(0.005)
     return []
 
 

@@ -6,7 +6,9 @@ back. Ranks have keys of their own where they hold different parts of a page: th
 
 Generic backends are tested through ``batch_set`` and ``batch_get`` on scratch tensors. Zero-copy backends read and
 write host pool pages by index; a page of the pool is borrowed only while at least a quarter of it is free, so that
-no rank's eviction is decided by it. Where a rank is no writer (replicated MLA caches) only lookups are tested.
+no rank's eviction is decided by it. When a call that has its index failed, the store may still use it: it is given
+back only after the store was closed, else never (F27). Where a rank is no writer (replicated MLA caches) only lookups
+are tested.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ from typing import Any, NoReturn
 
 from hicache_hooks.guard import describe_exception
 from hicache_hooks.sglang import versions
+from hicache_hooks.sglang.storage_guard import StorageGuard
 from hicache_proto.errors import PrepareFailed
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ def run_canary(backend: Any, controller: Any, storage_config: Any, name: str, na
     if not storage_config.is_storage_writer:
         return
     if zero_copy:
-        _zero_copy(store, controller, key)
+        _zero_copy(backend, store, controller, key)
     else:
         _generic(store, controller.storage_host_pool, key)
 
@@ -64,26 +67,49 @@ def _generic(store: Any, pool: Any, key: str) -> None:
         _fail("canary_mismatch", "a canary page came back with other bytes")
 
 
-def _zero_copy(store: Any, controller: Any, key: str) -> None:
+def _zero_copy(backend: Any, store: Any, controller: Any, key: str) -> None:
     pool = controller.storage_host_pool
     borrowed = _borrow(controller)
     if borrowed is None:
         log.info("canary: the host pool is too full to lend a page; only lookups were tested")
         return
+    doubtful: list[str] = []  # transfers that raised: whether they are over is not known
+
+    def transfer(reason: str, call: Any) -> bool:
+        doubtful.append(reason)
+        results = _call(reason, call)
+        doubtful.clear()
+        return all(results or [False])
+
     try:
         page = _pattern(pool.get_dummy_flat_data_page(), key)
         pool.set_from_flat_data_page(borrowed[0].item(), page)
-        if not all(_call("canary_write_failed", lambda: store.batch_set_v1([key], borrowed)) or [False]):
+        if not transfer("canary_write_failed", lambda: store.batch_set_v1([key], borrowed)):
             _fail("canary_write_failed", "the store did not take the canary page")
         if _call("canary_exists_mismatch", lambda: store.batch_exists([key])) != 1:
             _fail("canary_exists_mismatch", "exists does not find a page that it stored")
         pool.set_from_flat_data_page(borrowed[0].item(), pool.get_dummy_flat_data_page())
-        if not all(_call("canary_read_failed", lambda: store.batch_get_v1([key], borrowed)) or [False]):
+        if not transfer("canary_read_failed", lambda: store.batch_get_v1([key], borrowed)):
             _fail("canary_read_failed", "a canary page was stored and could not be read")
         if not _same(pool.get_data_page(borrowed[0].item()), page):
             _fail("canary_mismatch", "a canary page came back with other bytes")
     finally:
-        controller.mem_pool_host.free(borrowed)
+        if doubtful and not _closed(backend, store):
+            log.error(
+                "canary: the store failed inside a transfer and could not be closed; a host page of %d tokens that it "
+                "may still use stays reserved until the restart",
+                len(borrowed),
+            )
+        else:
+            controller.mem_pool_host.free(borrowed)
+
+
+def _closed(backend: Any, store: Any) -> bool:
+    """Close it; True when it has a close of its own and that went well: nothing of it runs any more."""
+    if not isinstance(backend, StorageGuard) or not hasattr(store, "close"):
+        return False
+    backend.close()
+    return backend.closed and not backend.close_error
 
 
 def _borrow(controller: Any) -> Any:

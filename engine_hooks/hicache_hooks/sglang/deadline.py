@@ -30,7 +30,7 @@ class CallDropped(Exception):
 
 
 class _Job(Generic[T]):
-    __slots__ = ("abandoned", "dropped", "error", "finished", "left", "result", "wake", "work")
+    __slots__ = ("abandoned", "dropped", "error", "finished", "left", "result", "thread", "wake", "work")
 
     def __init__(self, work: Callable[[], T], left: Callable[[], None]) -> None:
         self.work = work
@@ -38,6 +38,7 @@ class _Job(Generic[T]):
         self.wake = threading.Event()
         self.finished = self.abandoned = self.dropped = False
         self.result: T | None = None
+        self.thread = ""  # that runs it
         self.error: BaseException | None = None
 
 
@@ -50,14 +51,19 @@ class CallThreads:
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Job[Any] | None]] = []
         self._waiting: set[_Job[Any]] = set()
-        self._abandoned = 0
+        self._given_up: set[_Job[Any]] = set()
         self._serial = 0
         self._ended = False
 
     @property
     def abandoned(self) -> int:
         """Calls that were given up and are still inside the store."""
-        return self._abandoned
+        return len(self._given_up)
+
+    def abandoned_in(self) -> list[str]:
+        """The threads that these calls run on, sorted."""
+        with self._lock:
+            return sorted(job.thread for job in self._given_up)
 
     def call(self, work: Callable[[], T], deadline_s: float, left: Callable[[], None]) -> T:
         """Run ``work`` and return what it returns.
@@ -73,7 +79,7 @@ class CallThreads:
         """
         job = _Job(work, left)
         with self._lock:
-            if self._abandoned >= self._max:
+            if len(self._given_up) >= self._max:
                 refused = True
             else:
                 refused = False
@@ -122,7 +128,7 @@ class CallThreads:
             self._waiting.discard(job)
             if not job.finished:
                 job.abandoned = True
-                self._abandoned += 1
+                self._given_up.add(job)
         if not job.finished:
             if job.dropped:
                 raise CallDropped
@@ -146,6 +152,7 @@ class CallThreads:
     def _serve(self, job: "_Job[Any]") -> None:
         error: BaseException | None = None
         result: Any = None
+        job.thread = threading.current_thread().name
         if not job.abandoned:
             try:
                 result = job.work()
@@ -157,7 +164,7 @@ class CallThreads:
             log.exception("after a store call")
         with self._lock:
             if job.abandoned:
-                self._abandoned -= 1
+                self._given_up.discard(job)
                 return
             job.result, job.error, job.finished = result, error, True
         job.wake.set()

@@ -179,6 +179,10 @@ class GuardCore:
             started = min((since for _, since, _ in self._waiting.values()), default=None)
         return 0.0 if started is None else self._clock() - started
 
+    def in_trouble(self) -> bool:
+        """True while a breaker is not closed, or a call that was given up is still inside the store."""
+        return self.threads.abandoned > 0 or not all(breaker.closed for breaker in self._breakers.values())
+
     def usage(self) -> dict[str, OpUsage]:
         """Counters by call kind, per key."""
         with self._lock:

@@ -59,6 +59,10 @@ class StorageGuard:
         """Engine threads inside the store now: a COMMIT waits for 0."""
         return self._core.in_flight()
 
+    def given_up(self) -> list[str]:
+        """Threads inside the store in calls that nobody waits for any more."""
+        return self._core.threads.abandoned_in()
+
     def oldest_call_s(self) -> float:
         """Age in seconds of the oldest call that an engine thread is in."""
         return self._core.oldest_call_s()
@@ -114,7 +118,7 @@ class StorageGuard:
     def get_stats(self) -> Any:
         """Called by the scheduler thread with every batch: nothing that could fail or wait in trouble."""
         core = self._core
-        if core.bypass or core.closing or core.oldest_call_s() > STATS_CALL_S:
+        if core.bypass or core.closing or core.in_trouble() or core.oldest_call_s() > STATS_CALL_S:
             return None
         try:
             return self._inner.get_stats()

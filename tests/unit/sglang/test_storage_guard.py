@@ -358,3 +358,24 @@ def test_pool_memory(make: Any, own: bool) -> None:
     assert memory.strangers(make(pool)) is own
     memory.add("empty", object())  # a pool whose memory is not found
     assert not memory.strangers(make(pool))
+
+
+def test_statistics_are_not_asked_for_in_trouble(store: Store) -> None:
+    """The scheduler thread asks, with every batch: a lock that a lost call holds must not stop serving."""
+    clock = Clock()
+    guard = guarded(store, clock, deadline_s=0.02)
+    assert guard.get_stats() == "stats"
+    store.hang = True
+    assert guard.batch_get(["a"], [page()]) == [None]
+    store.hang = False
+    assert guard.in_flight() == 0
+    assert guard.get_stats() is None
+    guard.set_bypass(True)
+    guard.set_bypass(False)  # closes the breaker; the lost call is still inside
+    assert guard.guard_report().breaker == "closed"
+    assert guard.get_stats() is None
+    store.gate.set()
+    until(lambda: guard.guard_report().late == 0)
+    assert guard.get_stats() == "stats"
+    guard._core._breakers["write"].trip("errors")
+    assert guard.get_stats() is None

@@ -1,0 +1,158 @@
+"""PREPARE's canary on the zero-copy contract, and what becomes of the host page that it borrows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.sglang.test_storage_guard import Clock
+
+from hicache_hooks.sglang.canary import run_canary
+from hicache_hooks.sglang.guard_core import GuardCore, GuardSettings
+from hicache_hooks.sglang.pool_memory import PoolMemory
+from hicache_hooks.sglang.storage_guard import StorageGuard
+from hicache_proto.errors import PrepareFailed
+
+TOKENS = 4
+
+
+class Pool:
+    """Host pool and its group: pages by the index of their first token."""
+
+    def __init__(self) -> None:
+        self.kv_buffer = torch.zeros(8 * TOKENS)
+        self.size = len(self.kv_buffer)
+        self.lent: list[int] = []
+
+    def available_size(self) -> int:
+        return self.size - TOKENS * len(self.lent)
+
+    def alloc(self, tokens: int) -> Any:
+        self.lent.append(0)
+        return torch.arange(tokens)
+
+    def free(self, indices: Any) -> None:
+        self.lent.remove(int(indices[0]))
+
+    def get_dummy_flat_data_page(self) -> Any:
+        return torch.zeros(TOKENS)
+
+    def set_from_flat_data_page(self, index: int, page: Any) -> None:
+        self.kv_buffer[index : index + TOKENS] = page
+
+    def get_data_page(self, index: int) -> Any:
+        return self.kv_buffer[index : index + TOKENS]
+
+
+class Store:
+    """A zero-copy store without a close, as some of the engine's."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.pages: dict[str, Any] = {}
+        self.raises = ""
+        self.full = False
+
+    def batch_exists(self, keys: list[str]) -> int:
+        return sum(key in self.pages for key in keys)
+
+    def batch_set_v1(self, keys: list[str], indices: Any) -> list[bool]:
+        if self.raises == "set":
+            raise RuntimeError("lost")
+        if not self.full:
+            self.pages[keys[0]] = self.pool.get_data_page(int(indices[0])).clone()
+        return [not self.full]
+
+    def batch_get_v1(self, keys: list[str], indices: Any) -> list[bool]:
+        if self.raises == "get":
+            raise RuntimeError("lost")
+        self.pool.set_from_flat_data_page(int(indices[0]), self.pages[keys[0]])
+        return [True]
+
+
+class Closing(Store):
+    """One with a close."""
+
+    closed = False
+    broken = False
+
+    def close(self) -> None:
+        assert self.pool.lent, "the page was given back before the store was closed"
+        self.closed = True
+        if self.broken:
+            raise RuntimeError("not closed")
+
+
+class Controller:
+    """The cache controller."""
+
+    page_size = TOKENS
+
+    def __init__(self, pool: Pool) -> None:
+        self.mem_pool_host = self.storage_host_pool = pool
+
+
+class Config:
+    """The engine's storage config."""
+
+    is_storage_writer = True
+    extra_config: dict[str, Any] = {}  # noqa: RUF012
+
+
+_guards: list[StorageGuard] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_again() -> Iterator[None]:
+    yield
+    _guards.clear()
+
+
+def canary(store: Store) -> None:
+    guard: Any = StorageGuard()
+    guard._inner, guard._pools = store, PoolMemory()
+    guard._core = GuardCore("nixl", GuardSettings(), Clock(), getattr(store, "close", lambda: None))
+    _guards.append(guard)
+    run_canary(guard, Controller(store.pool), Config(), "nixl", "0" * 32)
+
+
+def test_a_good_store_gives_the_page_back() -> None:
+    store = Store(Pool())
+    canary(store)
+    assert store.pool.lent == []
+    assert len(store.pages) == 1
+
+
+def test_an_answer_ends_the_transfer() -> None:
+    store = Store(Pool())
+    store.full = True
+    with pytest.raises(PrepareFailed):
+        canary(store)
+    assert store.pool.lent == []
+
+
+@pytest.mark.parametrize("where", ["set", "get"])
+def test_a_store_that_may_still_use_the_page_is_closed_first(where: str) -> None:
+    """F27: memory that a store still knows must not be given to a request."""
+    store = Closing(Pool())
+    store.raises = where
+    with pytest.raises(PrepareFailed):
+        canary(store)
+    assert store.closed
+    assert store.pool.lent == []
+
+
+@pytest.mark.parametrize("kind", [Store, Closing])
+@pytest.mark.parametrize("where", ["set", "get"])
+def test_a_store_that_cannot_be_closed_keeps_the_page(
+    where: str, kind: type[Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    """F27: a page lost is better than a page shared; it is said."""
+    store = kind(Pool())
+    store.raises = where
+    if isinstance(store, Closing):
+        store.broken = True
+    with pytest.raises(PrepareFailed):
+        canary(store)
+    assert len(store.pool.lent) == 1
+    assert "stays reserved" in caplog.text
