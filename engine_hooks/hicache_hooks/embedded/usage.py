@@ -2,6 +2,7 @@
 
 import re
 import threading
+import weakref
 from typing import Protocol
 
 from hicache_hooks.guard import Guard
@@ -25,18 +26,24 @@ class UsageTotals:
         self._lock = threading.Lock()
         self._live: list[Counted] = []
         self._past: dict[str, StoreUsage] = {}
+        self._retired: weakref.WeakSet[Counted] = weakref.WeakSet()
 
     def add(self, guard: Counted) -> None:
-        """A store was opened."""
+        """A store was opened. Again, by whoever meets it, or after it was closed: nothing."""
         with self._lock:
-            self._live.append(guard)
+            if guard not in self._retired and not self._lives(guard):
+                self._live.append(guard)
 
     def retire(self, guard: Counted) -> None:
         """A store was closed: its last numbers are kept. Again: nothing."""
         with self._lock:
-            if guard in self._live:
-                self._live.remove(guard)
-                self._past = stores([self._past, {self._name(guard): _use(guard)}])
+            self._retire(guard)
+
+    def retire_closed(self) -> None:
+        """Retire what somebody else closed (an engine, with its own detach)."""
+        with self._lock:
+            for guard in [each for each in self._live if getattr(each, "closed", False) is True]:
+                self._retire(guard)
 
     def by_store(self) -> dict[str, StoreUsage]:
         """By the name of the backend and its inner connector (F75)."""
@@ -46,6 +53,15 @@ class UsageTotals:
     def totals(self) -> dict[str, OpUsage]:
         """By call kind, since the process started."""
         return total(store.ops for store in self.by_store().values())
+
+    def _lives(self, guard: Counted) -> bool:
+        return any(each is guard for each in self._live)
+
+    def _retire(self, guard: Counted) -> None:
+        if self._lives(guard):
+            self._live = [each for each in self._live if each is not guard]
+            self._retired.add(guard)
+            self._past = stores([self._past, {self._name(guard): _use(guard)}])
 
     def _name(self, guard: Counted) -> str:
         name = re.sub(r"[^A-Za-z0-9_.:-]", "_", _title(guard))[:64]

@@ -64,7 +64,6 @@ class SglangAdapter:
         self._backfill = TreeBackfill(scheduler.tree_cache)
         self._builder = BackendBuilder(scheduler, self._namespace)
         self._usage = UsageTotals()
-        self._seen: Any = None  # the guard that was counted last
         self._unpublished = False  # the engine's own view follows when the outcome is known
         self.on_dead_threads: Callable[[], None] = lambda: None
 
@@ -89,6 +88,7 @@ class SglangAdapter:
     def usage(self) -> dict[str, OpUsage]:
         """Over all backends since the process started."""
         self._count(self._live.backend())
+        self._usage.retire_closed()  # by the engine's own detach
         return self._usage.totals()
 
     def guard(self) -> GuardReport | None:
@@ -242,9 +242,8 @@ class SglangAdapter:
                 raise Internal(f"not a storage set: {type(new).__name__}")
 
     def _count(self, backend: Any) -> None:
-        """A guard that is met for the first time is counted from now on, whoever built it."""
-        if backend is not None and backend is not self._seen and hasattr(backend, "usage"):
-            self._seen = backend
+        """A guard that is met for the first time is counted from now on, whoever built it, on whatever thread."""
+        if backend is not None and hasattr(backend, "usage"):
             self._usage.add(backend)
 
 
