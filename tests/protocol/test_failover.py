@@ -279,10 +279,11 @@ async def test_a_stored_policy_of_another_version_is_said_and_never_fatal(tmp_pa
         assert "hush" not in str(msgspec.to_builtins(document))
 
 
-async def test_a_failover_that_is_cancelled_rests_before_it_tries_again(tmp_path):
+async def test_a_failover_that_is_cancelled_is_held(tmp_path):
+    """An operator's "stop" says nothing of the place, and lasts: it was tried again after a pause once."""
     async with rig(tmp_path) as (side, stub):
         await side.attach()
-        await follow(side, file=quick("spares", spares=[MEM], backoff_s=30.0, backoff_max_s=30.0))
+        await follow(side, file=quick("spares", spares=[MEM], backoff_s=0.01, backoff_max_s=0.02))
         await trio.to_thread.run_sync(partial(stub.ranks[0].set, build_delay_s=30.0))
         await make_sick(stub, "file")
         await stub_sees(stub, lambda: stub.ranks[0].rec.phase == "preparing")
@@ -290,9 +291,10 @@ async def test_a_failover_that_is_cancelled_rests_before_it_tries_again(tmp_path
         with pytest.raises(OperationInProgress):
             await side.detach()
         await side.ask(api.CancelRequest(operation_id=running.id), ADMIN)
-        await side.until(lambda: side.coordinator.failover.machine.state == "bypassed")
+        await side.until(lambda: side.coordinator.failover.machine.state == "held")
         assert (stub.backends, bypassed(stub)) == ({0: "file"}, {True})
-        assert steps(side) == ["bypass", "failed"]
+        assert steps(side) == ["bypass", "hold"]
+        assert "cancelled" in (await show(side)).reason
 
 
 async def test_policies_can_be_seen_and_set_in_every_state(tmp_path):

@@ -8,7 +8,8 @@ Rules
 2. A breaker must have been open for ``confirm_s``: the guard itself already keeps requests from waiting.
 3. Every failover is an *episode*. It remembers ``home`` and the desired state that it stands on. A desired state that
    the episode did not make, or any change by an operator, ends it: the operator's word stands, our bypass is lifted.
-   An operator who lifts our bypass is left alone with that store until it was well once.
+   An operator who lifts our bypass is left alone with that store until it was well once. An operator who cancels our
+   operation holds everything (as 5).
 4. Going back (``reconnect``) waits for ``min_stay_s`` and a growing, jittered pause (F78). A bypassed store is tried
    when its guard's own probes find it well; a detached one by an operation back, whose PREPARE builds and proves it.
    Back at home is a *trial*: well for ``steady_s`` ends the episode and the growth.
@@ -64,18 +65,25 @@ class Failover:
         self.notes: list[Note] = []
         self.state, self.reason = "off", ""
         self.until = math.inf
-        self.pace = Pace(uniform)
+        self.pace = Pace(uniform, record.return_at)
         self._sick_since: float | None = None
         self._trial_since: float | None = None
         self._pause_until = -math.inf
-        self._lift = False  # our bypass is on and its episode is over
+        self._lift = record.lift  # our bypass is on and its episode is over
         self._operators_bypass = False
 
     # ---- what others do
 
     def record(self) -> Record:
         """What must be durable now."""
-        return Record(policies=self.policies, episode=self.episode, held=self.held, left_alone=self.left_alone)
+        return Record(
+            policies=self.policies,
+            episode=self.episode,
+            held=self.held,
+            left_alone=self.left_alone,
+            lift=self._lift,
+            return_at=self.pace.not_before,
+        )
 
     def set_policies(self, policies: Policies) -> None:
         """An operator's new policies; a running episode goes on under them."""
@@ -142,6 +150,7 @@ class Failover:
             self.left_alone = False
         if seen.any_bypassed:
             return self._wait("watching", math.inf, "bypassed by an operator")
+        self._operators_bypass = False  # lifted, or the ranks were restarted: the next one is ours
         if self._sick_since is None:
             return self._wait("watching", math.inf, "")
         due = self._sick_since + policy.confirm_s
@@ -283,11 +292,19 @@ class Failover:
         self.pace.attempts += 1
 
     def moved(
-        self, now: float, move: Move, state: TargetState | None, message: str = "", *, not_begun: bool = False
+        self,
+        now: float,
+        move: Move,
+        state: TargetState | None,
+        message: str = "",
+        *,
+        not_begun: bool = False,
+        cancelled: bool = False,
     ) -> None:
         """An operation ended; ``state`` is what is desired since, None when it failed.
 
-        ``not_begun``: somebody else's turn, or no engine: not the target's fault.
+        ``not_begun``: somebody else's turn, or no engine: not the target's fault. ``cancelled``: an operator said
+        stop, which says nothing of the target and lasts until the operator says more.
         """
         if self.episode is None:  # an operator's bypass ended it meanwhile
             return
@@ -298,6 +315,9 @@ class Failover:
             self._arrive(now, move, state, policy)
         elif not_begun:
             self._pause_until = now + RETRY_S
+        elif cancelled:
+            self.held = f"its operation ({move.step}) was cancelled: held until release, or an operator's change"
+            self._note("hold", self.held, episode.state.backend, move.target.backend)
         else:
             self._note("failed", f"{move.step}: {message}", episode.state.backend, move.target.backend)
             if move.to == HOME:

@@ -12,19 +12,26 @@ MAX_DOUBLINGS = 30  # of a pause; the cap is reached long before
 class Pace:
     """Times are of the caller's clock, seconds; ``uniform`` draws from 0 to 1."""
 
-    def __init__(self, uniform: Callable[[], float]) -> None:
+    def __init__(self, uniform: Callable[[], float], not_before: float | None = None) -> None:
         self._uniform = uniform
         self._transitions: deque[float] = deque()
-        self._not_before: float | None = None  # of the next return; None: not drawn yet
+        self._not_before = not_before  # of the next return; None: not drawn yet
         self._rest: dict[int, tuple[float, int]] = {}  # place -> (not before, failures)
         self.attempts = 0  # returns tried since home was last well for steady_s
 
     # ---- going back
 
+    @property
+    def not_before(self) -> float | None:
+        """Of the next return, as drawn: it outlives the sidecar."""
+        return self._not_before
+
     def back_at(self, now: float, policy: FailoverPolicy) -> float:
-        """When home may be tried again. Drawn here after a restart of the sidecar."""
+        """When home may be tried again: never later than any draw of this policy could say, so that a wall clock that
+        was set back while the sidecar was away costs one pause at most."""
         if self._not_before is None:
             return self.draw_return(now, policy)
+        self._not_before = min(self._not_before, now + max(policy.min_stay_s, policy.backoff_max_s))
         return self._not_before
 
     def draw_return(self, now: float, policy: FailoverPolicy, *, at_least: float = 0.0) -> float:

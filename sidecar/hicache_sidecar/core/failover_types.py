@@ -140,6 +140,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     episode: Episode | None = None
     held: str = ""
     left_alone: bool = False
+    lift: bool = False  # our bypass outlived its episode: it is still to be lifted
+    return_at: float | None = None  # earliest return: the machine's clock, in the journal seconds since 1970
 
     def __repr__(self) -> str:
         return f"Record({sorted(self.policies)})"

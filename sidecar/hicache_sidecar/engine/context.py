@@ -50,6 +50,8 @@ class Context:
     # Ranks that were lost while a config was being attached: its digest, and the process that ran then (F19).
     guilty: dict[str, str] = field(default_factory=dict)  # found to kill the engine, and not in the journal yet
     suspects: dict[int, tuple[str, tuple[int, int, str]]] = field(default_factory=dict)
+    # Told of every operation's end before anybody is woken by it; must neither wait nor raise.
+    on_end: list[Callable[[Job], None]] = field(default_factory=list)
 
     # ---- jobs
 
@@ -111,6 +113,8 @@ class Context:
         if self.running is job:
             self.running = None
         job.finish(answer, error)
+        for listener in self.on_end:
+            listener(job)
         self.write_audit(job.actor, job.kind, result, operation_id=job.id, reason=job.clean(job.reason))
         self.registry.changed.unpark_all()
 

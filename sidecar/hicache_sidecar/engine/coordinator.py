@@ -52,16 +52,6 @@ from hicache_sidecar.store.journal import Journal
 
 log = logging.getLogger("hicache_sidecar.engine")
 
-# What an operator changes about storage: a failover must not go across it.
-OPERATORS_CHANGES = (
-    api.AttachRequest
-    | api.DetachRequest
-    | api.PolicyRequest
-    | api.BypassRequest
-    | api.RollbackRequest
-    | api.ResolveRequest
-)
-
 RenderMetrics = Callable[["Coordinator", str], tuple[bytes, str]]
 
 FRESH_S = 1.0  # how long ?fresh=1 and the idle report wait for a rank; who is later is shown with its age
@@ -102,12 +92,6 @@ class Coordinator:
     async def handle(self, request: api.ApiRequest, actor: Actor, progress: Progress) -> api.Document:
         """Authorise, run, answer; see ``core.service``."""
         authorize(actor, request)
-        answer = await self._handle(request, actor, progress)
-        if isinstance(request, OPERATORS_CHANGES):
-            self.failover.saw(request)
-        return answer
-
-    async def _handle(self, request: api.ApiRequest, actor: Actor, progress: Progress) -> api.Document:
         match request:
             case api.StatusRequest():
                 if request.fresh:
@@ -122,7 +106,7 @@ class Coordinator:
             case api.AttachRequest() | api.DetachRequest() | api.PolicyRequest():
                 return await self.changes.change(request, actor, progress)
             case api.BypassRequest():
-                return await self.direct.bypass(request)
+                return await self.failover.bypass(request)
             case api.ClearRequest():
                 return await self.direct.clear(request, actor, progress)
             case api.DrainRequest():

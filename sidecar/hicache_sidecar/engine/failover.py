@@ -8,6 +8,7 @@ Policies and the running episode are one setting of the journal; the desired sta
 
 import logging
 import random
+import time
 from collections import deque
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.direct import Direct
 from hicache_sidecar.engine.events import now_iso
 from hicache_sidecar.engine.goals import Goal
-from hicache_sidecar.engine.operation import Job
+from hicache_sidecar.engine.operation import CANCELLED, STOPPING, Job
 from hicache_sidecar.engine.transact import ctx_revision
 from hicache_sidecar.store.errors import JournalFailed, StoreError
 
@@ -37,6 +38,8 @@ SETTING = "failover"  # name of the journal's setting
 ACTOR = "failover"
 LEAST_WAIT_S = 0.02  # between two looks: no defect of a pause may spin the loop
 KEEP_STEPS = 100  # shown by GET /hicache/failover; events and history have more
+# An operator's change of storage, by its operation's kind: a failover must not go across it. (Bypass is no operation.)
+OPERATORS_KINDS = frozenset({"attach", "swap", "detach", "policy", "rollback", "resolve"})
 
 
 class FailoverDriver:
@@ -46,18 +49,21 @@ class FailoverDriver:
         self.ctx, self.changes, self.direct = ctx, changes, direct
         self.unreadable = ""
         self.steps: deque[FailoverStep] = deque(maxlen=KEEP_STEPS)
+        self._wall = time.time() - trio.current_time()  # trio's clock begins anew with every process
         record = self._load()
         self.machine = Failover(record, random.random)
         self._kept = msgspec.msgpack.encode(record)
         self._operation_id: str | None = None
+        self._operators = 0  # bypasses of operators that are under way
         self.writing = trio.Lock()  # a policy that was answered is never overwritten by an older record
+        ctx.on_end.append(self._saw)
 
     def _load(self) -> Record:
         stored = self.ctx.book.settings.get(SETTING)
         if stored is None:
             return Record()
         try:
-            return msgspec.convert(stored, Record)
+            return _shifted(msgspec.convert(stored, Record), -self._wall)
         except msgspec.ValidationError:  # its text may quote a secret
             self.unreadable = "the stored failover policy cannot be read by this version: set it again"
             log.error(self.unreadable)
@@ -67,8 +73,8 @@ class FailoverDriver:
         """Follow the policies until cancelled."""
         while True:
             decision = self.machine.next(trio.current_time(), self.facts())
-            if await self.keep() and isinstance(decision, Wait):
-                continue  # reports came while the journal was written
+            if await self.keep():
+                continue  # reports or an operator's change came while the journal was written: decide again
             match decision:
                 case Wait() if self.ctx.running is not None:
                     await self.ctx.running.done.wait()  # nothing may be done meanwhile; its reports are many
@@ -86,13 +92,30 @@ class FailoverDriver:
         self._tell()
         self.ctx.registry.changed.unpark_all()
 
-    def saw(self, request: api.ApiRequest) -> None:
-        """An operator's change succeeded: the failover must not go across it."""
-        what = str(request.__struct_config__.tag)
-        if isinstance(request, api.AttachRequest) and request.dry_run:
-            return
-        self.machine.operator_acted(what, bypass=request.enabled if isinstance(request, api.BypassRequest) else None)
-        self.wake()
+    def _saw(self, job: Job) -> None:
+        """An operation ended, and nobody was woken yet: until now the running one kept us still, and a replayed answer
+        is no operation."""
+        if job.kind in OPERATORS_KINDS and job.error is None:
+            self.machine.operator_acted(job.kind)
+
+    async def bypass(self, request: api.BypassRequest) -> api.BypassAnswer:
+        """An operator's bypass. The failover lets go before the first rank is told, and stays let go when one cannot
+        be: what the others do then is the operator's. Durable before it is answered.
+
+        Raises:
+            NoEngine: no rank is connected, nothing happened. HicacheError: a rank refused.
+        """
+        if not self.ctx.registry.live:
+            self.ctx.require_engine()
+        self._operators += 1
+        try:
+            self.machine.operator_acted("bypass", bypass=request.enabled)
+            answer = await self.direct.bypass(request)
+            await self.keep()
+        finally:
+            self._operators -= 1
+            self.wake()
+        return answer
 
     # ---- what is seen
 
@@ -113,6 +136,8 @@ class FailoverDriver:
         live = ctx.registry.live
         if ctx.running is not None:
             return f"operation {ctx.running.id} ({ctx.running.kind}) runs"
+        if self._operators:
+            return "an operator's bypass is under way"
         if ctx.recovering:
             return f"recovery is not over: {ctx.recovering}"
         if not ctx.registry.complete:
@@ -183,7 +208,14 @@ class FailoverDriver:
         if job.error is None:
             done(now, state=desired[0] if desired is not None else move.target)
         else:
-            done(now, state=None, message=job.error.message, not_begun=isinstance(job.error, NoEngine))
+            stopped = job.cancel_asked and job.cancel_why == STOPPING
+            done(
+                now,
+                state=None,
+                message=job.error.message,
+                not_begun=stopped or isinstance(job.error, NoEngine),
+                cancelled=job.cancel_asked and job.cancel_why == CANCELLED,
+            )
 
     def _home_backend(self) -> str | None:
         episode = self.machine.episode
@@ -203,15 +235,21 @@ class FailoverDriver:
             return False
         async with self.writing:
             record = self.machine.record()
-            self._kept = msgspec.msgpack.encode(record)
+            if (kept := msgspec.msgpack.encode(record)) == self._kept:
+                return True  # another task wrote it meanwhile
             try:
-                await trio.to_thread.run_sync(self.ctx.book.set, SETTING, msgspec.to_builtins(record))
+                await trio.to_thread.run_sync(self.ctx.book.set, SETTING, self.stored(record))
             except JournalFailed:
                 raise
             except StoreError as exc:  # a full disk: go on from memory, the store's failure will not wait
                 log.error("the failover's state could not be kept: %s", exc.message)
                 self._step("failed", f"not kept: {exc.message}")
+            self._kept = kept
         return True
+
+    def stored(self, record: Record) -> Any:
+        """A record as the journal has it."""
+        return msgspec.to_builtins(_shifted(record, self._wall))
 
     def _show(self) -> None:
         """One line for the status while a store is left alone."""
@@ -245,3 +283,8 @@ class FailoverDriver:
 
     def _clean(self, text: str) -> str:
         return redact_text(text)
+
+
+def _shifted(record: Record, by: float) -> Record:
+    """``record`` on another clock."""
+    return record if record.return_at is None else msgspec.structs.replace(record, return_at=record.return_at + by)

@@ -71,7 +71,7 @@ async def set_failover(driver: FailoverDriver, request: SetFailoverRequest, acto
         async with driver.writing:
             policies = _merged(machine.policies, request)  # as they are now: another request may have come first
             record = msgspec.structs.replace(machine.record(), policies=policies)
-            await trio.to_thread.run_sync(driver.ctx.book.set, SETTING, msgspec.to_builtins(record))
+            await trio.to_thread.run_sync(driver.ctx.book.set, SETTING, driver.stored(record))
             machine.set_policies(policies)
         driver.unreadable = ""
         driver.ctx.hub.publish("failover_policy", backends=sorted(policies), actor=actor.name)

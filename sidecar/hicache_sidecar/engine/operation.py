@@ -58,6 +58,7 @@ class Job:
     listeners: list[Progress] = field(default_factory=list)
     on_cancel: Callable[[], bool] | None = None  # set while a cancel can still restore the old state
     cancel_why: str = CANCELLED
+    cancel_asked: bool = False
     cancelled_early: bool = False
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of its task
     _secrets_of: str | None = None
@@ -81,7 +82,7 @@ class Job:
 
     def cancel(self, why: str = CANCELLED) -> bool:
         """Ask for the old state; False when the new one is decided already. ``done`` says when it is over."""
-        self.cancel_why = why
+        self.cancel_why, self.cancel_asked = why, True
         if self.on_cancel is not None:
             return self.on_cancel()
         self.cancelled_early = self.cancelled_early or self.phase == "validate"
