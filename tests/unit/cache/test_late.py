@@ -167,7 +167,7 @@ def test_what_was_given_up_does_not_keep_the_engine_busy() -> None:
     assert rig.ctl.flush()
     store.hold.add("get")
     rig.serve(prompt(8))
-    assert not any(rig.ctl.counters().values())
+    until(lambda: not any(rig.ctl.counters().values()))  # a worker leaves its call a moment after its result
     rig.ctl.install(rig.make_set(None))
     old = rig.sets[0]
     assert old.stop(0.2) != []
