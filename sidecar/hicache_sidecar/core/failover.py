@@ -150,7 +150,6 @@ class Failover:
             self.left_alone = False
         if seen.any_bypassed:
             return self._wait("watching", math.inf, "bypassed by an operator")
-        self._operators_bypass = False  # lifted, or the ranks were restarted: the next one is ours
         if self._sick_since is None:
             return self._wait("watching", math.inf, "")
         due = self._sick_since + policy.confirm_s

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from tests.unit.failover.test_machine import policy, world
-from tests.unit.failover.world import SPARE_B, A, World
+from tests.unit.failover.world import SPARE_B, World
 
 from hicache_sidecar.core.failover import Failover
 from hicache_sidecar.core.failover_types import Move, Record
@@ -93,19 +93,3 @@ def test_an_operators_change_ends_the_hold_of_a_cancelled_operation() -> None:
     w.machine.moved(w.now, move, None, "cancelled", cancelled=True)
     w.machine.operator_acted("attach")
     assert (w.machine.held, w.machine.episode) == ("", None)
-
-
-def test_an_operators_bypass_that_is_over_is_not_remembered() -> None:
-    """The next bypass is ours again, and lifted when an operator's change ends its episode while it is being set."""
-    w = world("bypass")
-    w.machine.operator_acted("bypass", bypass=True)
-    w.run(1)  # the ranks were restarted: no bypass
-    w.fail("A")
-    w.now += 2
-    decision = w.machine.next(w.now, w.facts())
-    w.machine.operator_acted("policy")
-    w.bypass = [True, True]
-    w.machine.bypass_done(w.now, decision, True)  # type: ignore[arg-type]
-    w.heal("A")
-    w.run(1)
-    assert (w.bypass, w.state) == ([False, False], A)
