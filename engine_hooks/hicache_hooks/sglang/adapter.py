@@ -1,6 +1,7 @@
 """SGLang's scheduler as the hook sees it: ``EngineAdapter`` over the live scheduler, its tree and its controller."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ from hicache_proto.model import (
     ThreadReport,
 )
 
+log = logging.getLogger(__name__)
+
 # The engine's backend asserts this in the middle of its attach.
 LAYOUTS = {"mooncake": ("page_first", "page_first_direct", "page_head")}
 # The client package of a backend, where the engine does not bring it.
@@ -60,7 +63,8 @@ class SglangAdapter:
         self._controller = scheduler.tree_cache.cache_controller
         self.storage_threads = StorageThreads(self._controller)
         self._live = LiveState(scheduler, self._namespace)
-        self._installer = Installer(scheduler, self.storage_threads)
+        self._installer = Installer(scheduler, self.storage_threads, self.quarantine)
+        self.has_storage_groups = self._installer.has_groups
         self._backfill = TreeBackfill(scheduler.tree_cache)
         self._builder = BackendBuilder(scheduler, self._namespace)
         self._usage = UsageTotals()
@@ -107,6 +111,12 @@ class SglangAdapter:
         """Who believes what, when they disagree (F24)."""
         seen = self._live.layers()
         return {} if self._unpublished else seen
+
+    def quarantine(self, reason: str) -> None:
+        """From now on every change is refused, with ``reason``; serving goes on."""
+        if reason not in self._problems:
+            log.error("hicache hooks: nothing can be attached: %s", reason)
+            self._problems.append(reason)
 
     # ------------------------------------------------------------------ off the scheduler thread
 

@@ -6,7 +6,8 @@ Theory of operation
 * Storage off -> on: the engine's own attach, which gets the object that PREPARE built (``handover``).
 * On -> off: the engine's own detach. The object is put aside before, so that the engine does not close it: UNDO needs
   it back. Its communication groups are put aside too and given to the next attach. Making them is a collective over
-  the world: kept, an UNDO on one rank alone can hang nobody, and the next attach is faster.
+  the world: kept, an UNDO on one rank alone can hang nobody, and the next attach is faster. An attach that fails
+  destroys them, so the world agrees before each COMMIT that all ranks have groups or none has (``world``).
 * On -> on: the object is exchanged with all that the engine's attach derives from it (type string, page functions,
   config, thresholds, the tree's knobs, metrics labels, the engine's view), while its threads wait in their queues:
   0.03 ms instead of stopping and starting four threads. Beliefs about what the old store holds are dropped.
@@ -14,10 +15,12 @@ Theory of operation
 The engine's stop joins threads for up to 10 s each on this thread. It is called only when none of them is busy; the
 idle check in the same step has said so, and it is asked here once more.
 
-A method that raises has changed nothing; what was changed halfway is put back first.
+A method that raises has changed nothing; what was changed halfway is put back first: an attach of the engine's can
+fail with its threads running. Where that cannot be put back, ``broken`` is told.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +37,7 @@ from hicache_proto.errors import Internal
 log = logging.getLogger(__name__)
 
 GROUPS = ("prefetch_hits_sync_groups", "prefetch_completion_sync_groups")
+START_S = 0.2  # a thread that was started is in its queue within a millisecond
 _EXCHANGED = (
     "storage_backend",
     "storage_backend_type",
@@ -47,7 +51,11 @@ _EXCHANGED = (
 class Installer:
     """Moves one scheduler between storage states."""
 
-    def __init__(self, scheduler: Any, threads: StorageThreads) -> None:
+    def __init__(
+        self, scheduler: Any, threads: StorageThreads, broken: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """``broken``: nobody may change this engine's storage any more; says why."""
+        self._broken = broken
         self._scheduler = scheduler
         self._tree = scheduler.tree_cache
         self._controller = scheduler.tree_cache.cache_controller
@@ -59,9 +67,14 @@ class Installer:
         self._refuse_write_policy(new.running.knobs)
         on = self._controller.enable_storage
         if new.backend is None:
-            if on:
-                self._detach()
-            self._live(new.running.knobs)
+            policies = self._policies()
+            try:
+                self._set_policies(new.running.knobs)  # first: a detach would be hard to take back
+                if on:
+                    self._detach()
+            except BaseException:
+                policies()
+                raise
         elif on:
             self._exchange(new)
         else:
@@ -75,7 +88,8 @@ class Installer:
     def show(self, running: Running) -> None:
         """The engine's own view of this process, without secrets. Never raises: the view decides nothing.
 
-        Not part of ``install``: it waits for the outcome, and COMMIT's standstill is short.
+        Waits for the outcome, since COMMIT's standstill is short; but after the engine's own attach, which has just
+        written secrets there, it comes at once.
         """
         config, knobs = running.config, running.knobs
         fields = {
@@ -101,13 +115,33 @@ class Installer:
             hicache_storage_prefetch_policy=knobs.prefetch_policy,
             hicache_write_policy=knobs.write_policy,
         )
-        with ours(), handover.offer(new.backend), self._known_groups():
-            answer = self._scheduler.attach_hicache_storage_wrapped(request)
-        if not answer.success:
-            raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
-        if self._controller.storage_backend is not new.backend:
-            self._detach()  # a backend of the engine's own making: not what was proven
-            raise Internal("the engine did not take the prepared backend", details={"reason": "handover"})
+        policies, undo_tree = self._policies(), self._tree_knobs()
+        try:
+            with ours(), handover.offer(new.backend), self._known_groups():
+                answer = self._scheduler.attach_hicache_storage_wrapped(request)
+            if not answer.success:
+                raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
+            self.show(new.running)
+            if self._controller.storage_backend is not new.backend:  # of the engine's own making: not what was proven
+                raise Internal("the engine did not take the prepared backend", details={"reason": "handover"})
+        except BaseException:
+            self._take_back()
+            undo_tree()
+            policies()
+            raise
+
+    def _take_back(self) -> None:
+        """A failed attach may have left storage on, with running threads that would use a store that is closed."""
+        if not self._controller.enable_storage:
+            return
+        until = time.monotonic() + START_S
+        while self._threads.busy() and time.monotonic() < until:
+            time.sleep(0.001)  # they have just been started, and are not in their queues yet
+        try:
+            self._detach()
+        except BaseException:
+            self._broken("an attach failed halfway and could not be taken back; restart the engine")
+            raise
 
     def _detach(self) -> None:
         from sglang.srt.managers.io_struct import DetachHiCacheStorageReqInput
@@ -162,8 +196,7 @@ class Installer:
     def _live(self, knobs: Knobs) -> None:
         controller, tree = self._controller, self._tree
         attachment = tree._storage_attachment
-        if (tree.prefetch_stop_policy, controller.write_policy) != (knobs.prefetch_policy, knobs.write_policy):
-            attachment._apply_policies(knobs.prefetch_policy, knobs.write_policy)  # logs, which can cost milliseconds
+        self._set_policies(knobs)
         if not controller.enable_storage:
             return
         threshold = attachment.resolve_prefetch_threshold(knobs.prefetch_threshold)
@@ -178,6 +211,11 @@ class Installer:
             enable_storage_metrics=tree._enable_metrics_flag,
             extra_metric_labels=tree.extra_metric_labels,
         )
+
+    def _set_policies(self, knobs: Knobs) -> None:
+        tree, wanted = self._tree, (knobs.prefetch_policy, knobs.write_policy)
+        if (tree.prefetch_stop_policy, self._controller.write_policy) != wanted:
+            tree._storage_attachment._apply_policies(*wanted)  # logs, which can cost milliseconds
 
     def _refuse_write_policy(self, knobs: Knobs) -> None:
         """Leaving write_back is refused by the engine's attach when the tree holds what the others cannot; so here."""
@@ -221,6 +259,10 @@ class Installer:
 
     # ------------------------------------------------------------------ groups
 
+    def has_groups(self) -> bool:
+        """True when the next attach makes none: a rank that made some alone would wait for the others for ever."""
+        return any(self._kept_groups) or any(getattr(self._controller, name) for name in GROUPS)
+
     @contextmanager
     def _known_groups(self) -> Iterator[None]:
         """Inside, the engine's attach gets the groups of the last detach, in the order in which it asks for them."""
@@ -234,5 +276,5 @@ class Installer:
             yield
         finally:
             del controller._create_sync_groups  # the class's own again
-            if controller.enable_storage:
-                self._kept_groups = []
+            if controller.enable_storage or len(kept) < len(self._kept_groups):
+                self._kept_groups = []  # the engine's now, or destroyed by an attach that failed after taking them

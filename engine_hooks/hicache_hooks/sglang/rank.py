@@ -17,6 +17,8 @@ from hicache_proto.transaction import RankPhase
 
 log = logging.getLogger(__name__)
 
+SPLIT = "storage groups exist on some ranks only, an attach would hang the engine; restart the engine"
+
 
 class SchedulerRank:
     """The hook of one scheduler process, with what ties it to the engine's loop."""
@@ -53,6 +55,10 @@ class SchedulerRank:
             self.adapter.storage_threads.repair,
         )
         self.adapter.on_dead_threads = self.pull.ask_repair
+        if isinstance(self.adapter, SglangAdapter):
+            quarantine = self.adapter.quarantine
+            self.world.has_groups = self.adapter.has_storage_groups
+            self.world.on_split = lambda: quarantine(SPLIT)
         self.world.bind(scheduler, self._execute)
         problems += drift.install(scheduler, self.hook)
         self._pulse = Pulse(self._waker, self._wanted, AFTERGLOW_S if self.world.ranks > 1 else 0.0)

@@ -30,13 +30,19 @@ class HookCommand:
 
 
 class BroadcastWorld:
-    """``Injector`` over the engine's broadcast. Scheduler thread only."""
+    """``Injector`` over the engine's broadcast. Scheduler thread only.
+
+    An agreement also compares whether the ranks have storage groups (``install``). Where they differ, the next attach
+    would make some on one rank alone and hang the world (F114): nobody switches, and ``on_split`` is called.
+    """
 
     def __init__(self, *, leader: bool, ranks: int, group: Any = None) -> None:
         """``group``: the engine's CPU (gloo) group of these ranks, for the agreement; None for a world of one."""
         self.leader = leader
         self.ranks = ranks
         self._group = group
+        self.has_groups: Callable[[], bool] = lambda: False
+        self.on_split: Callable[[], None] = lambda: None
         self._execute: Execute | None = None
         self._commands: list[HookCommand] = []
 
@@ -65,9 +71,14 @@ class BroadcastWorld:
             return ok
         import torch
 
-        vote = torch.tensor([int(ok)], dtype=torch.int32)
+        has = self.has_groups()
+        vote = torch.tensor([int(ok), int(has), int(not has)], dtype=torch.int32)
         torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return bool(vote.item())
+        all_ok, all_have, none_has = vote.tolist()
+        if not all_have and not none_has:
+            self.on_split()
+            return False
+        return bool(all_ok)
 
     def _handle(self, request: HookCommand) -> None:
         """The engine's dispatcher. Must not raise: that would end the scheduler. None: nothing is answered."""

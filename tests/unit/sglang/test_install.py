@@ -56,6 +56,7 @@ class Engine:
         self.made_groups = 0
         self.started = self.stopped = 0
         self.fail_attach = ""
+        self.fail_late = False  # after the threads run
         self.ours: list[bool] = []
         # controller
         self.enable_storage = False
@@ -121,6 +122,10 @@ class Engine:
         self.prefetch_completion_sync_groups = self._create_sync_groups()
         self.enable_storage = self.enable_hicache_storage = True
         self.started += 1
+        if self.fail_late:
+            self.enable_hicache_storage = False
+            return SimpleNamespace(success=False, message="no hash extension")
+        self.view["hicache_storage_backend_extra_config"] = request.hicache_storage_backend_extra_config_json
         self.apply_runtime_config(
             prefetch_timeout_base=1.0, prefetch_timeout_per_ki_token=0.25, hicache_storage_pass_prefix_keys=False
         )
@@ -292,3 +297,76 @@ def test_status_reads_what_is(engine: Engine) -> None:
     engine.enable_storage = False
     assert live.effective().backend is None
     assert set(live.layers().values()) == {"none", "on", "file"}
+
+
+def test_an_attach_that_fails_with_its_threads_running_is_taken_back(engine: Engine) -> None:
+    """F14, F117: the engine says that it failed and runs on; the new store is closed after this, the old state stays."""
+    broken: list[str] = []
+    installer, store = Installer(engine, Threads(), broken.append), Store()  # type: ignore[arg-type]
+    engine.fail_late = True
+    with pytest.raises(Internal, match="no hash extension"):
+        installer.install(parked(store, knobs=Knobs(write_policy="write_back", prefetch_policy="best_effort")))
+    assert (engine.enable_storage, engine.stopped, store.closed) == (False, 1, False)
+    assert (engine.write_policy, engine.prefetch_stop_policy, engine.is_write_back) == (
+        "write_through",
+        "timeout",
+        False,
+    )
+    assert installer.has_groups()  # of the attach that failed: the engine did not destroy them
+    engine.fail_late = False
+    installer.install(parked(store))
+    assert engine.made_groups == 2
+    assert broken == []
+
+
+def test_a_failed_attach_that_cannot_be_taken_back_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F28: nobody knows what the engine uses then, so nothing is changed any more."""
+    monkeypatch.setattr("hicache_hooks.sglang.install.START_S", 0.0)
+    threads, broken = Threads(), []
+    threads.at_work = ["backup_thread"]
+    installer = Installer(engine, threads, broken.append)  # type: ignore[arg-type]
+    engine.fail_late = True
+    with pytest.raises(Internal, match="backup_thread"):
+        installer.install(parked(Store()))
+    assert len(broken) == 1
+
+
+def test_a_detach_whose_policies_are_refused_leaves_storage_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    installer, store = Installer(engine, Threads()), Store()  # type: ignore[arg-type]
+    installer.install(parked(store))
+    monkeypatch.setattr(Engine, "_apply_policies", lambda self, prefetch, write: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        installer.install(parked(None, knobs=Knobs(prefetch_policy="best_effort")))
+    assert engine.enable_storage
+    assert engine.storage_backend is store
+    assert engine.stopped == 0
+
+
+def test_groups_that_a_failed_attach_took_are_not_given_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F114: the engine's attach destroys them when it fails; a rank without says so before the next attach."""
+    installer, store = Installer(engine, Threads()), Store()  # type: ignore[arg-type]
+    assert not installer.has_groups()
+    installer.install(parked(store))
+    installer.install(parked(None, knobs=OFF))
+    assert installer.has_groups()
+
+    def attach(self: Engine, request: Any) -> Any:
+        self._create_sync_groups()
+        return SimpleNamespace(success=False, message="no thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "attach_hicache_storage_wrapped", attach)
+        with pytest.raises(Internal):
+            installer.install(parked(store))
+    assert not installer.has_groups()
+    installer.install(parked(store))
+    assert engine.made_groups == 4
+
+
+def test_secrets_do_not_stay_in_the_engines_view(engine: Engine) -> None:
+    """F94: the engine's attach writes the whole text into its context; nobody waits for FINALIZE."""
+    config = make_config("mooncake", {"password": "hunter2"}, '{"password": "hunter2"}', "0" * 32)
+    new = Parked(Running(config, KNOBS), Store(), SimpleNamespace(extra_config={}))
+    Installer(engine, Threads()).install(new)  # type: ignore[arg-type]
+    assert engine.view["hicache_storage_backend"] == "mooncake"
+    assert "hunter2" not in str(engine.view)
