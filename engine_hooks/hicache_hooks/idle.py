@@ -48,10 +48,7 @@ def not_idle(blockers: list[Blocker], report: IdleReport) -> NotIdle:
 
 
 def _plain(blocker: Blocker) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(blocker)
-    if fields["age_ms"] is None:
-        del fields["age_ms"]
-    return fields
+    return {name: value for name, value in msgspec.structs.asdict(blocker).items() if value is not None}
 
 
 class IdleGate:
