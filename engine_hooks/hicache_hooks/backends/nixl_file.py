@@ -5,6 +5,7 @@ a short file is a miss, whatever the plugin would say about it (NIXL below 1.5.1
 a stable hash of the key; adding one moves most pages out of sight, as in SGLang.
 """
 
+import functools
 import mmap
 import os
 import stat
@@ -78,7 +79,7 @@ class NixlFiles:
         self._cleaner.start()
 
     def _probe_short(self) -> None:
-        scratch = memoryview(mmap.mmap(-1, 2 * BLOCK))
+        scratch = _scratch()
         self._transfers.register(scratch)
         name = self._dirs[0].temp.name()
         fd = os.open(name, _WRITE, FILE_MODE)
@@ -106,7 +107,11 @@ class NixlFiles:
     # ------------------------------------------------------------ traffic
 
     def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """See ``Backend.batch_put``."""
+        """See ``Backend.batch_put``.
+
+        Raises:
+            OSError: the directories failed, and not one page that was to be written is stored.
+        """
         done: dict[str, bool] = {}
         todo: dict[str, memoryview] = {}
         for key, page in zip(keys, pages, strict=True):
@@ -120,7 +125,7 @@ class NixlFiles:
                 done |= self._put(item, mine, [todo[key] for key in mine])
             except OSError as exc:
                 failed = exc
-        if failed is not None and not any(done.values()):
+        if failed is not None and not any(done.get(key) for key in todo):  # pages that were there prove no write (F69)
             raise failed
         return [done.get(key, False) for key in keys]
 
@@ -322,6 +327,12 @@ class NixlFiles:
         """Somebody removed our directories: make them again."""
         item.paths.make()
         item.temp.remake()
+
+
+@functools.cache
+def _scratch() -> memoryview:
+    """Memory of the probe: never unmapped, since every agent that is made again registers it again."""
+    return memoryview(mmap.mmap(-1, 2 * BLOCK))
 
 
 def _aligned(page: memoryview) -> bool:

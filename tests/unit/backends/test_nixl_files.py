@@ -3,8 +3,10 @@ full disks, direct I/O, the cleaner. The real library is in ``tests/stores``.
 """
 
 import errno
+import gc
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,25 @@ def test_when_nothing_can_be_written_it_is_said(store: NixlFiles, mover: Mover) 
     mover.broken = {1, 2}
     with pytest.raises(TransferFailed):
         store.put([key(1), key(2)], [page(1), page(2)])
+
+
+def test_pages_that_were_there_do_not_hide_a_disk_that_fails(store: NixlFiles, mover: Mover) -> None:
+    """F69: else a read-only disk counts as "not taken" as long as one page of each batch is stored."""
+    assert store.put([key(1)], [page(1)]) == [True]
+    mover.broken = {2}
+    with pytest.raises(TransferFailed):
+        store.put([key(1), key(2)], [page(1), page(2)])
+    assert store.put([key(1), key(2), key(3)], [page(1), page(2), page(3)]) == [True, False, True]
+
+
+def test_memory_of_the_probe_stays_as_long_as_agents_know_of_it(tmp_path: Path, mover: Mover) -> None:
+    """An agent that is made again after an error registers all of it again: it must not be unmapped."""
+    known: list[weakref.ref[Any]] = []
+    mover.register = lambda memory: known.append(weakref.ref(memory.obj))  # type: ignore[method-assign]
+    made = opened(str(tmp_path / "kv"), mover)
+    gc.collect()
+    assert [ref() is not None for ref in known] == [True]
+    made.close()
 
 
 def test_a_full_disk_refuses_and_resumes(store: NixlFiles, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
