@@ -197,21 +197,39 @@ class Reaper:
         with self._lock:
             self._waiting.append((end, alive))
             if not self._running:
+                try:
+                    threading.Thread(target=self._run, name="hicache-mooncake-reaper", daemon=True).start()
+                except RuntimeError:  # no thread to be had; the next client that is added tries again
+                    log.warning("mooncake: no thread to close clients with; %d wait", len(self._waiting))
+                    return
                 self._running = True
-                threading.Thread(target=self._run, name="hicache-mooncake-reaper", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             time.sleep(self._every_s)  # a pace; nothing waits for this thread
             for item in list(self._waiting):
-                if item[1]():
-                    item[0]()
+                if self._reap(*item):
                     with self._lock:
                         self._waiting.remove(item)
             with self._lock:
                 if not self._waiting:
                     self._running = False
                     return
+
+    @staticmethod
+    def _reap(end: Callable[[], None], alive: Callable[[], bool]) -> bool:
+        """True when the client is done with. One that raises must not keep the others from their end."""
+        try:
+            if not alive():
+                return False
+        except Exception as exc:
+            log.warning("mooncake: a client that waits for its end raised %s; asked again", type(exc).__name__)
+            return False
+        try:
+            end()
+        except Exception as exc:  # not again: a call after a close ends the process
+            log.warning("mooncake: a client raised %s when it was closed, and is left alone", type(exc).__name__)
+        return True
 
 
 REAPER = Reaper()
