@@ -13,6 +13,7 @@ from hicache_hooks.breaker import Admit, Breaker, BreakerSettings
 from hicache_hooks.counts import CallCounts
 from hicache_hooks.guard import describe_exception
 from hicache_hooks.sglang.deadline import CallDropped, CallThreads, CallTimedOut
+from hicache_hooks.sglang.guard_probe import Probes
 from hicache_proto.model import BreakerReport, GuardReport, OpUsage
 
 KINDS = ("put", "get", "exists")
@@ -29,12 +30,21 @@ class GuardSettings(msgspec.Struct, frozen=True):
     deadline_s: float = CALL_DEADLINE_S
     breaker: BreakerSettings = BreakerSettings()
     page_bytes: int = 0
+    probe_idle_s: float = 10.0  # no call for so long: the store is asked whether it answers; 0: never
 
 
 class GuardCore:
     """Counters, breakers, bypass and close of one guarded object. Any thread."""
 
-    def __init__(self, name: str, settings: GuardSettings, clock: Callable[[], float], close: Callable[[], None]):
+    def __init__(
+        self,
+        name: str,
+        settings: GuardSettings,
+        clock: Callable[[], float],
+        close: Callable[[], None],
+        look: Callable[[], Any] | None = None,
+    ) -> None:
+        """``look``: see ``Probes``; None: traffic alone is the probe."""
         self.name = name
         self.settings = settings
         self.bypass = False
@@ -53,6 +63,9 @@ class GuardCore:
         self._hung: set[int] = set()  # of those, told to the breaker
         self._inside = 0  # runs inside the object, abandoned ones too
         self._serial = 0
+        self._tried_at = self._called_at = clock()  # by traffic: refused or not; and back from the store
+        self._idle_probe_at = float("-inf")
+        self._probes = None if look is None else Probes(self, look)
 
     # -- one call
 
@@ -61,6 +74,7 @@ class GuardCore:
     ) -> T:
         """One call to the store, or ``otherwise()``: skipped, failed, too late, or of the wrong shape."""
         entered = self._enter(kind, keys)
+        self.watch()
         if entered is None:
             return otherwise()
         token, started, probe = entered
@@ -79,11 +93,14 @@ class GuardCore:
         except BaseException as exc:  # rule 1: the thread is the engine's, the exception is not
             failed = exc
         used = self._leave(kind, keys, token, started, probe, hit, nbytes, failed)
+        if failed is not None:
+            self.watch()  # a breaker may have opened
         return out if used and out is not None else otherwise()
 
     def _enter(self, kind: str, keys: int) -> tuple[int, float, bool] | None:
         with self._lock:
             self._watch()
+            self._tried_at = self._clock()
             admit = Admit.REFUSE
             if not (self.closing or self.bypass):
                 admit = self._breakers[SIDES[kind]].admit()
@@ -112,6 +129,7 @@ class GuardCore:
             del self._waiting[token]
             hung = token in self._hung
             self._hung.discard(token)
+            self._called_at = self._clock()
             counts, breaker = self._counts[kind], self._breakers[SIDES[kind]]
             counts.took(self._clock() - started)
             self._calls["calls"] += 1
@@ -156,6 +174,68 @@ class GuardCore:
                 self._calls["timeouts"] += 1
                 self._breakers[SIDES[kind]].record_timeout(started)
 
+    # -- probes of its own (``Probed``)
+
+    def watch(self) -> None:
+        """*any thread*: have the store looked at while traffic does not reach it; costs a comparison or two."""
+        if self._probes is None or self.closing:
+            return
+        if self.bypass or not all(breaker.closed for breaker in self._breakers.values()):
+            self._probes.wake()
+        elif self.settings.probe_idle_s:
+            self._probes.wake(self.settings.probe_idle_s)
+
+    def probes_due(self, quiet_s: float) -> list[str]:
+        """See ``Probed``."""
+        with self._lock:
+            if self.closing:
+                return []
+            self._watch()
+            due = []
+            if self._quiet_in_s(quiet_s) == 0.0:
+                due = [side for side, breaker in self._breakers.items() if breaker.begin_probe()]
+            if self._idle_in_s() == 0.0:
+                self._idle_probe_at = self._clock()
+                due.append("idle")
+            return due
+
+    def next_probe_s(self, quiet_s: float) -> float | None:
+        """See ``Probed``."""
+        with self._lock:
+            if self.closing:
+                return None
+            quiet_in_s = self._quiet_in_s(quiet_s)
+            due = (breaker.probe_in_s() for breaker in self._breakers.values())
+            waits = [max(wait, quiet_in_s) for wait in due if wait is not None]
+            idle_in_s = self._idle_in_s()
+            return min(waits if idle_in_s is None else [*waits, idle_in_s], default=None)
+
+    def bounded(self, look: Callable[[], Any]) -> Any:
+        """See ``Probed``. Raises as ``CallThreads.call``."""
+        with self._lock:
+            if self.closing:
+                raise CallDropped
+            self._inside += 1
+        return self.threads.call(look, self.settings.deadline_s, self._left)
+
+    def probe_ended(self, side: str, ok: bool) -> None:
+        """See ``Probed``. ``idle``: the store did not answer again and again."""
+        with self._lock:
+            if side == "idle":
+                self._breakers["read"].trip("no_answer")
+            else:
+                self._breakers[side].end_probe(ok)
+
+    def _quiet_in_s(self, quiet_s: float) -> float:
+        """When traffic will have been silent for so long that it is no probe; bypassed, it never is one."""
+        return 0.0 if self.bypass else max(0.0, self._tried_at + quiet_s - self._clock())
+
+    def _idle_in_s(self) -> float | None:
+        idle_s = self.settings.probe_idle_s
+        if not idle_s or not self._breakers["read"].closed:
+            return None
+        return max(0.0, max(self._called_at, self._idle_probe_at) + idle_s - self._clock())
+
     # -- control and views
 
     def set_bypass(self, enabled: bool) -> bool:
@@ -167,6 +247,7 @@ class GuardCore:
                     breaker.reset()
         if enabled:
             self.threads.drop_all()
+        self.watch()
         return was
 
     def in_flight(self) -> int:
@@ -212,6 +293,8 @@ class GuardCore:
         with self._lock:
             self.closing = True
             idle = not self._inside
+        if self._probes is not None:
+            self._probes.stop()
         self.threads.drop_all()
         if idle:
             self._close_now()

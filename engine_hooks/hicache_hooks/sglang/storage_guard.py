@@ -19,6 +19,7 @@ Rules (numbers of ``hicache_hooks.guard`` where they are the same):
 The engine takes names and paths from the class: a guard's class is called like its store's and says that it is one.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from hicache_hooks.sglang.guard_core import GuardCore, GuardSettings, Judge
 from hicache_hooks.sglang.pool_memory import PoolMemory
 from hicache_proto.model import GuardReport, OpUsage
 
+ABSENT = hashlib.sha256(b"hicache guard: a key that nobody stores").hexdigest()
 STATS_CALL_S = 1.0  # a call that is inside for longer may hold a lock that the statistics need
 
 T = TypeVar("T")
@@ -110,6 +112,7 @@ class StorageGuard:
         """Rule 6."""
         if self._pools.complete():
             self._inner.on_host_pools_registered()
+            self._core.watch()
 
     def clear(self) -> Any:
         """Deletes the store's pages, of all ranks: the engine's own admin call."""
@@ -274,7 +277,9 @@ def guard_storage(
         if theirs is not None:  # several stores have none
             theirs()
 
-    guard._core = GuardCore(name or type(inner).__name__, settings or GuardSettings(), clock, close)
+    guard._core = GuardCore(
+        name or type(inner).__name__, settings or GuardSettings(), clock, close, lambda: inner.batch_exists([ABSENT])
+    )
     return guard
 
 

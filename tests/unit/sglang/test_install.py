@@ -300,7 +300,7 @@ def test_status_reads_what_is(engine: Engine) -> None:
 
 
 def test_an_attach_that_fails_with_its_threads_running_is_taken_back(engine: Engine) -> None:
-    """F14, F117: the engine says that it failed and runs on; the new store is closed after this, the old state stays."""
+    """F14, F117: the engine says that it failed and runs on, on a store that is closed next; the old state stays."""
     broken: list[str] = []
     installer, store = Installer(engine, Threads(), broken.append), Store()  # type: ignore[arg-type]
     engine.fail_late = True
