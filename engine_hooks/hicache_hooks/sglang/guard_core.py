@@ -65,6 +65,7 @@ class GuardCore:
         self._serial = 0
         self._tried_at = self._called_at = clock()  # by traffic: refused or not; and back from the store
         self._idle_probe_at = float("-inf")
+        self._hung_news = False  # the breaker heard of a hung call, the probes have not
         self._probes = None if look is None else Probes(self, look)
 
     # -- one call
@@ -74,7 +75,7 @@ class GuardCore:
     ) -> T:
         """One call to the store, or ``otherwise()``: skipped, failed, too late, or of the wrong shape."""
         entered = self._enter(kind, keys)
-        self.watch()
+        self.watch(now=self._hung_news)
         if entered is None:
             return otherwise()
         token, started, probe = entered
@@ -94,7 +95,7 @@ class GuardCore:
             failed = exc
         used = self._leave(kind, keys, token, started, probe, hit, nbytes, failed)
         if failed is not None:
-            self.watch()  # a breaker may have opened
+            self.watch(now=True)  # a breaker may have opened
         return out if used and out is not None else otherwise()
 
     def _enter(self, kind: str, keys: int) -> tuple[int, float, bool] | None:
@@ -171,16 +172,21 @@ class GuardCore:
         for token, (kind, started, _) in self._waiting.items():
             if token not in self._hung and now - started > self.settings.deadline_s:
                 self._hung.add(token)
+                self._hung_news = True
                 self._calls["timeouts"] += 1
                 self._breakers[SIDES[kind]].record_timeout(started)
 
     # -- probes of its own (``Probed``)
 
-    def watch(self) -> None:
-        """*any thread*: have the store looked at while traffic does not reach it; costs a comparison or two."""
+    def watch(self, now: bool = False) -> None:
+        """*any thread*: have the store looked at while traffic does not reach it; costs a comparison or two.
+
+        ``now``: something changed, so that a probe may be due earlier than planned.
+        """
         if self._probes is None or self.closing:
             return
-        if self.bypass or not all(breaker.closed for breaker in self._breakers.values()):
+        if now:
+            self._hung_news = False
             self._probes.wake()
         elif self.settings.probe_idle_s:
             self._probes.wake(self.settings.probe_idle_s)
@@ -247,7 +253,7 @@ class GuardCore:
                     breaker.reset()
         if enabled:
             self.threads.drop_all()
-        self.watch()
+        self.watch(now=True)
         return was
 
     def in_flight(self) -> int:

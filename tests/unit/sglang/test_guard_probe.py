@@ -173,3 +173,16 @@ def test_a_closed_guard_asks_no_more(store: Store) -> None:
     until(lambda: guard.closed)
     until(lambda: not [each for each in threading.enumerate() if each.name.startswith("hicache-guard-store")])
     assert store.log[-1] == "close"
+
+
+def test_calls_that_are_refused_wake_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands come in a second: a thread switch for each would cost more than what is refused."""
+    guard = probed(store, Clock(), breaker=BREAKER)
+    probes = by_hand(guard)
+    failing(store, guard)
+    guard.set_bypass(True)
+    woken: list[float] = []
+    monkeypatch.setattr(probes, "wake", lambda in_s=0.0: woken.append(in_s))
+    for _ in range(10):
+        guard.batch_get(["a"], [page()])
+    assert set(woken) == {10.0}  # the idle probe's turn, which is planned already
