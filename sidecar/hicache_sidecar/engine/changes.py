@@ -33,6 +33,7 @@ from hicache_sidecar.core.actor import Actor
 from hicache_sidecar.core.redaction import redact_config
 from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine import causes, idle, status
+from hicache_sidecar.engine.again import ask_within_grace
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.fanout import RankAnswer
 from hicache_sidecar.engine.goals import Goal, check_shape, goal_of
@@ -258,7 +259,7 @@ class Changes:
         ctx = self.ctx
         deadline = min(job.deadline, trio.current_time() + ctx.settings.validate_s)
         body = Validate(target=goal.target, mode=goal.mode, swap=goal.swap)
-        answers = await ctx.fanout.ask(ranks if ranks is not None else ctx.sessions(), 0, body, deadline)
+        answers = await ask_within_grace(ctx, ranks if ranks is not None else ctx.sessions(), body, deadline)
         refuse_by_answers(job, answers)
         plans = {
             rank: a.answer.plan for rank, a in answers.items() if a.answer is not None and a.answer.plan is not None
