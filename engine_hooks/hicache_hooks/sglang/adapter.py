@@ -242,10 +242,12 @@ class SglangAdapter:
             case Parked():
                 self._installer.install(new)
                 self._live.installed(new)
+                _tune(new.backend, new.running)
                 self._count(new.backend)
                 return old
             case LiveChange():
                 self._installer.live(new.running)
+                _tune(old.backend, new.running)
                 self._live.installed(Parked(new.running, old.backend, old.storage_config))
                 return LiveChange(old.running)
             case _:
@@ -255,6 +257,11 @@ class SglangAdapter:
         """A guard that is met for the first time is counted from now on, whoever built it, on whatever thread."""
         if backend is not None and hasattr(backend, "usage"):
             self._usage.add(backend)
+
+
+def _tune(backend: Any, running: Running) -> None:
+    if hasattr(backend, "tune_guard"):
+        backend.tune_guard(running.knobs.guard)
 
 
 def _warnings(running: Running) -> list[str]:

@@ -17,10 +17,12 @@ import msgspec
 
 from hicache_hooks.backends.dynamic import ALLOW_ENV, allowed
 from hicache_hooks.backends.options import BackendOptions
-from hicache_hooks.cache.config import ResolvedConfig, Running, live_keys, load
+from hicache_hooks.cache.config import KEPT_BACK, ResolvedConfig, Running, live_keys, load
 from hicache_hooks.cache.config_redact import redact
 from hicache_hooks.cache.config_text import bad
 from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.guard_settings import PREFIX, GuardSettings
+from hicache_hooks.sglang.guard_core import CALL_DEADLINE_S
 from hicache_hooks.sglang.versions import SRT
 from hicache_proto.errors import Forbidden, UnknownBackend, UnsupportedByEngine
 from hicache_proto.model import KNOBS, TargetState
@@ -29,6 +31,7 @@ from hicache_proto.secret_names import is_secret_name
 FILE = "file"
 DYNAMIC = "dynamic"
 FILE_PATH_KEY = "file_storage_path"
+BASE = Knobs(guard=GuardSettings(deadline_s=CALL_DEADLINE_S))  # what nobody set
 _SECRET_ROUNDS = 10_000  # as cache/config.py: a digest goes to everybody who may read status
 
 
@@ -65,21 +68,21 @@ def resolve(
 
     Raises:
         UnknownBackend, InvalidConfig, Forbidden: see the module's text.
-        UnsupportedByEngine: ``prefetch_timeout_max``, which SGLang does not have.
+        UnsupportedByEngine: ``prefetch_timeout_max`` or ``guard_negative_ttl_s``, which SGLang does not have.
     """
     name = target.backend
     if name is None:
         if target.extra_config is not None:
             raise bad("an extra config without a backend", "no_backend")
-        return Running(None, live_keys(target, current.knobs, {}))
+        return Running(None, live_keys(target, current.knobs, {}, BASE))
     if name not in known:
         raise UnknownBackend(f"no such backend in this SGLang; it has {', '.join(known)}", details={"known": known})
     kept = current.config
     if target.extra_config is None and kept is not None and kept.backend == name:
         return Running(kept, _checked(live_keys(target, current.knobs, None)))
     values = {} if target.extra_config is None else load(target.extra_config, env)
-    knobs = _checked(live_keys(target, current.knobs, values))
-    options = {key: value for key, value in values.items() if key not in KNOBS}
+    knobs = _checked(live_keys(target, current.knobs, values, BASE))
+    options = {key: value for key, value in values.items() if key not in KEPT_BACK}
     if name == DYNAMIC:
         _check_dynamic(options, env)
     if name == FILE and not isinstance(options.get(FILE_PATH_KEY, ""), str):
@@ -113,7 +116,7 @@ def adopted(backend: str, text: str | None, knobs: Knobs, namespace: str) -> Run
         values = load(text, {}) if not text.startswith("@") else {}
     except Exception:
         values, text = {}, "{}"
-    options = {key: value for key, value in values.items() if key not in KNOBS}
+    options = {key: value for key, value in values.items() if key not in KEPT_BACK}
     return Running(make_config(backend, options, text, namespace), knobs)
 
 
@@ -128,11 +131,14 @@ def engine_text(running: Running) -> str | None:
 
 def _checked(knobs: Knobs) -> Knobs:
     if knobs.prefetch_timeout_max is not None:
-        raise UnsupportedByEngine(
-            "SGLang has no prefetch_timeout_max; leave it out",
-            details={"reason": "unsupported_knob", "key": "prefetch_timeout_max"},
-        )
+        raise _unsupported("prefetch_timeout_max")
+    if knobs.guard.negative_ttl_s != BASE.guard.negative_ttl_s:
+        raise _unsupported(f"{PREFIX}negative_ttl_s")
     return knobs
+
+
+def _unsupported(key: str) -> UnsupportedByEngine:
+    return UnsupportedByEngine(f"SGLang has no {key}; leave it out", details={"reason": "unsupported_knob", "key": key})
 
 
 def _check_dynamic(options: dict[str, Any], env: Mapping[str, str]) -> None:

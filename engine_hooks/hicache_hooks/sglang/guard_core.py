@@ -12,6 +12,7 @@ import msgspec
 from hicache_hooks.breaker import Admit, Breaker, BreakerSettings
 from hicache_hooks.counts import CallCounts
 from hicache_hooks.guard import describe_exception
+from hicache_hooks.guard_settings import GuardSettings as GuardKnobs
 from hicache_hooks.sglang.deadline import CallDropped, CallThreads, CallTimedOut
 from hicache_hooks.sglang.guard_probe import Probes
 from hicache_proto.model import BreakerReport, GuardReport, OpUsage
@@ -255,6 +256,16 @@ class GuardCore:
             self.threads.drop_all()
         self.watch(now=True)
         return was
+
+    def tune(self, told: GuardKnobs) -> None:
+        """The live keys ``guard_...``, whole. Calls that are inside keep their deadline. Never raises."""
+        with self._lock:
+            self.settings = msgspec.structs.replace(
+                self.settings, deadline_s=told.deadline_s, probe_idle_s=told.probe_idle_s, breaker=told.breaker()
+            )
+            for breaker in self._breakers.values():
+                breaker.settings = self.settings.breaker
+        self.watch(now=True)
 
     def in_flight(self) -> int:
         """Engine threads inside a call now; abandoned runs are not among them."""

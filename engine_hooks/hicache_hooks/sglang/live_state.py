@@ -11,11 +11,9 @@ from typing import Any
 from hicache_hooks.cache.config import Running
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.sglang import versions
-from hicache_hooks.sglang.config import adopted
+from hicache_hooks.sglang.config import BASE, adopted
 from hicache_hooks.sglang.parked import Parked
 from hicache_proto.model import KNOBS, EffectiveState
-
-DEFAULT = Knobs()
 
 
 class LiveState:
@@ -91,7 +89,7 @@ class LiveState:
         tree, controller = self._tree, self._controller
         policies = {"prefetch_policy": tree.prefetch_stop_policy, "write_policy": controller.write_policy}
         if not controller.enable_storage:
-            return replace(DEFAULT, **policies)
+            return replace(BASE, **policies)
         per_ki = tree.prefetch_timeout_per_page * 1024 / tree.page_size
         if ordered is not None and math.isclose(per_ki, ordered.prefetch_timeout_per_ki_token, rel_tol=1e-9):
             per_ki = ordered.prefetch_timeout_per_ki_token
@@ -104,5 +102,6 @@ class LiveState:
             prefetch_timeout_per_ki_token=per_ki,
             prefetch_timeout_max=None,
             hicache_storage_pass_prefix_keys=bool(tree.hicache_storage_pass_prefix_keys),
+            guard=BASE.guard if ordered is None else ordered.guard,
             **policies,
         )

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hicache_hooks.guard import describe_exception
+from hicache_hooks.guard_settings import GuardSettings as GuardKnobs
 from hicache_hooks.sglang.guard_core import GuardCore, GuardSettings, Judge
 from hicache_hooks.sglang.pool_memory import PoolMemory
 from hicache_proto.model import GuardReport, OpUsage
@@ -56,6 +57,10 @@ class StorageGuard:
     def set_bypass(self, enabled: bool) -> bool:
         """Reads miss, writes are skipped, at once. Returns what it was."""
         return self._core.set_bypass(enabled)
+
+    def tune_guard(self, told: GuardKnobs) -> None:
+        """The live keys ``guard_...``."""
+        self._core.tune(told)
 
     def in_flight(self) -> int:
         """Engine threads inside the store now: a COMMIT waits for 0."""

@@ -1,13 +1,14 @@
 """Target states resolved for SGLang: names, knobs, secrets, and what is the same config."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hicache_hooks.cache.config import Running, compare
 from hicache_hooks.cache.knobs import Knobs
-from hicache_hooks.sglang.config import EngineConfig, adopted, engine_text, resolve
+from hicache_hooks.sglang.config import BASE, EngineConfig, adopted, engine_text, resolve
 from hicache_proto.errors import Forbidden, HicacheError, InvalidConfig, UnknownBackend, UnsupportedByEngine
 from hicache_proto.model import TargetState
 
@@ -29,7 +30,7 @@ def test_options_and_knobs_are_told_apart() -> None:
     config = running.config
     assert isinstance(config, EngineConfig)
     assert config.values() == {"file_storage_path": "/a", "some_option": [1]}
-    assert running.knobs == Knobs(prefetch_threshold=64, prefetch_policy="timeout")
+    assert running.knobs == replace(BASE, prefetch_threshold=64, prefetch_policy="timeout")
 
 
 def test_what_the_engine_parses_holds_everything_and_no_path() -> None:
@@ -63,6 +64,8 @@ def test_the_engine_gets_a_copy() -> None:
         (file(prefetch_threshold="64"), InvalidConfig, "bad_knob"),
         (file(file_storage_path=1), InvalidConfig, "bad_type"),
         (file(prefetch_timeout_max=3), UnsupportedByEngine, "unsupported_knob"),
+        (file(guard_negative_ttl_s=3), UnsupportedByEngine, "unsupported_knob"),
+        (file(guard_deadline_s=0), InvalidConfig, "bad_knob"),
         (TargetState(backend="file", prefetch_policy="never"), InvalidConfig, "unknown_policy"),
         (TargetState(backend="dynamic", extra_config='{"module_path": "m"}'), InvalidConfig, "missing_key"),
     ],
@@ -126,7 +129,7 @@ def test_what_the_engine_attached_itself_is_the_same_config_as_ours() -> None:
 
 def test_an_adopted_backend_without_options_can_be_gone_back_to() -> None:
     """No text in a target means "keep what runs"; so what the engine started without text is told as "{}"."""
-    started = adopted("file", None, Knobs(), NAMESPACE)
+    started = adopted("file", None, BASE, NAMESPACE)
     assert started.config is not None
     assert started.config.text == started.config.redacted == "{}"
     swapped = resolved(file(file_storage_path="/b"), started)
@@ -140,3 +143,18 @@ def test_a_text_of_the_engines_that_cannot_be_read_does_not_break_status() -> No
     assert running.config is not None
     assert running.config.redacted == "{}"
     assert adopted("file", "@/nowhere.yaml", Knobs(), NAMESPACE).config is not None
+
+
+def test_the_guards_keys_are_live_keys_and_no_options() -> None:
+    """A store must not see them: many refuse an option that they do not know; and they change without a rebuild."""
+    one = resolved(file(file_storage_path="/a"))
+    two = resolved(file(file_storage_path="/a", guard_deadline_s=3, guard_min_calls=4), one)
+    assert isinstance(two.config, EngineConfig)
+    assert two.config.values() == {"file_storage_path": "/a"}
+    assert "guard" not in str(engine_text(two))
+    assert (two.knobs.guard.deadline_s, two.knobs.guard.min_calls) == (3.0, 4)
+    assert one.knobs.guard.deadline_s == 10.0  # SGLang's batches are long
+    difference = compare(one, two)
+    assert (difference.relation, difference.changed_keys) == ("live", ["guard_deadline_s", "guard_min_calls"])
+    theirs = adopted("file", '{"file_storage_path": "/a", "guard_min_calls": 4}', two.knobs, NAMESPACE)
+    assert compare(theirs, two).relation == "same"

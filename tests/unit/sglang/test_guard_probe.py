@@ -9,6 +9,7 @@ import pytest
 from tests.unit.sglang.test_storage_guard import WAIT_S, Clock, Store, background, page, until
 
 from hicache_hooks.breaker import BreakerSettings
+from hicache_hooks.guard_settings import GuardSettings as Told
 from hicache_hooks.sglang.guard_core import GuardCore, GuardSettings
 from hicache_hooks.sglang.pool_memory import PoolMemory
 from hicache_hooks.sglang.storage_guard import StorageGuard
@@ -186,3 +187,16 @@ def test_calls_that_are_refused_wake_nobody(store: Store, monkeypatch: pytest.Mo
     for _ in range(10):
         guard.batch_get(["a"], [page()])
     assert set(woken) == {10.0}  # the idle probe's turn, which is planned already
+
+
+def test_live_keys_change_a_guard_that_works(store: Store) -> None:
+    clock = Clock()
+    guard = probed(store, clock)
+    probes = by_hand(guard)
+    guard.tune_guard(Told(probe_idle_s=3.0, min_calls=1, hold_s=7.0))
+    assert probes.tick() == pytest.approx(3.0)
+    store.trouble = OSError(5, "gone")
+    assert guard.batch_get(["a"], [page()]) == [None]
+    report = guard.guard_report()
+    assert report.breaker == "open"
+    assert 5.0 < (report.sides["read"].probe_in_s or 0.0) < 9.0

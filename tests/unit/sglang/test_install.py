@@ -322,7 +322,8 @@ def test_an_attach_that_fails_with_its_threads_running_is_taken_back(engine: Eng
 def test_a_failed_attach_that_cannot_be_taken_back_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """F28: nobody knows what the engine uses then, so nothing is changed any more."""
     monkeypatch.setattr("hicache_hooks.sglang.install.START_S", 0.0)
-    threads, broken = Threads(), []
+    threads = Threads()
+    broken: list[str] = []
     threads.at_work = ["backup_thread"]
     installer = Installer(engine, threads, broken.append)  # type: ignore[arg-type]
     engine.fail_late = True

@@ -162,7 +162,7 @@ def test_a_wake_up_with_nothing_to_do_is_forgotten_at_the_pull(leader: bool) -> 
     pulse = Pulse(scheduler.waker, wanted.is_set)
     pulse.start()
     pulse.kick()
-    pulled = [] if leader else None
+    pulled: list[Any] | None = [] if leader else None
     for _ in range(3):  # PREPARE: passes while the operation is open, and no more than that
         assert sleeper.poller.poll(LONG_MS)
         pulling.on_pull(pulled)
