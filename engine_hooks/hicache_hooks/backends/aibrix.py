@@ -28,6 +28,7 @@ from hicache_hooks.backends.native import OpenState, Turns
 from hicache_hooks.backends.options import invalid
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.slots import Slot, claim
+from hicache_hooks.backends.upkeep import Upkeep, part_or_raise
 from hicache_proto.model import LAYOUTS
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class AibrixStore:
         self._hashes: Any = None  # the vendor's key class
         self._calls = 0
         self._upkeep = threading.Lock()
+        self._tidy = Upkeep("aibrix")
 
     def open(self) -> None:
         """Make the manager.
@@ -149,16 +151,19 @@ class AibrixStore:
         return int(status.get()) // BLOCK_TOKENS if status.is_ok() else 0
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
-        """Raises as ``batch_put``, when nothing at all came back in time."""
+        """Raises as ``batch_put``, when not one page was read before; later pages are errors then."""
         todo = dict(zip(keys, pages, strict=True))
         got: dict[str, Got] = {}
         with self._state.inside():
             self._check(pages)
-            for run, there in self._runs(list(todo)):
-                if there:
-                    got.update(self._get(run, [todo[key] for key in run]))
-                else:
-                    got.update((key, Got.MISS) for key in run)
+            try:
+                for run, there in self._runs(list(todo)):
+                    if there:
+                        got.update(self._get(run, [todo[key] for key in run]))
+                    else:
+                        got.update((key, Got.MISS) for key in run)
+            except Exception as exc:
+                got = dict(zip(todo, part_or_raise(list(got.values()), len(todo), exc), strict=True))
         for key, page in zip(keys, pages, strict=True):
             if page is not todo[key] and got[key] is Got.HIT:
                 page[:] = todo[key]
@@ -180,12 +185,16 @@ class AibrixStore:
             if whole:
                 return dict.fromkeys(keys, Got.HIT)
         if len(keys) > 1:
-            return {
-                k: got for key, page in zip(keys, pages, strict=True) for k, got in self._get([key], [page]).items()
-            }
+            got: list[Got] = []
+            try:
+                for key, page in zip(keys, pages, strict=True):
+                    got.append(self._get([key], [page])[key])
+            except Exception as exc:
+                got = part_or_raise(got, len(keys), exc)
+            return dict(zip(keys, got, strict=True))
         if status.is_timeout() or status.is_cancelled() or status.is_out_of_memory():
             return {keys[0]: Got.ERROR}
-        self._remove(keys)  # rule 4
+        self._tidy(lambda: self._remove(keys))  # rule 4
         return {keys[0]: Got.MISS}
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:

@@ -85,7 +85,7 @@ class EicStore:
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """The client does not say how long an object was: a page whose end was not written is a miss.
 
-        Raises EicFailed when a whole batch failed.
+        Raises EicFailed when a whole batch failed before one page was read.
         """
         with self._state.inside():
             parts = self._parts(pages, self._client.direct[1])
@@ -94,7 +94,13 @@ class EicStore:
                 page[-_STAMP_BYTES:] = stamp
             found: list[bool | None] = []
             for at in range(0, len(keys), MAX_BATCH):
-                found += self._client.get(keys[at : at + MAX_BATCH], parts[at : at + MAX_BATCH])
+                try:
+                    found += self._client.get(keys[at : at + MAX_BATCH], parts[at : at + MAX_BATCH])
+                except EicFailed:
+                    if not any(found):
+                        raise
+                    found += [None] * (len(keys) - len(found))  # what was read before counts (F80)
+                    break
             return [_got(item, page, stamp) for item, page in zip(found, pages, strict=True)]
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:

@@ -24,6 +24,7 @@ from hicache_hooks.backends.hf3fs_ring import Clients, Lane, RingFailed
 from hicache_hooks.backends.native import OpenState
 from hicache_hooks.backends.options import invalid
 from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.upkeep import Upkeep, part_or_raise
 from hicache_proto.model import LAYOUTS
 
 MAX_FILES = 256  # ranks of one host and namespace
@@ -53,6 +54,7 @@ class Hf3fsStore:
         self._state = OpenState("hf3fs")
         self._fd = -1
         self._registered = False
+        self._tidy = Upkeep("hf3fs")
         self._io: Any = None
         self._mount = ""
         self._path = ""
@@ -208,7 +210,8 @@ class Hf3fsStore:
         """A page that is shorter than it should be is a miss, and is forgotten.
 
         Raises:
-            RingFailed: the ring refused, or a request did not complete; the pages hold garbage.
+            RingFailed: the ring refused, or a request did not complete, before one page was read; their pages hold
+                garbage, as all do that are an error.
         """
         with self._state.inside():
             index, clients = self._parts()
@@ -216,34 +219,34 @@ class Hf3fsStore:
             slots = self._slots.pin([digest(key) for key in keys])
             try:
                 wanted = [(i, slot) for i, slot in enumerate(slots) if slot is not None]
-                whole = self._read(index, clients, [(slot, pages[i]) for i, slot in wanted])
+                read = self._read(index, clients, [(slot, pages[i]) for i, slot in wanted])
             finally:
                 self._slots.unpin(slots)
             out = [Got.MISS] * len(keys)
-            for (i, _), moved in zip(wanted, whole, strict=True):
-                if moved:
-                    out[i] = Got.HIT
-            broken = [keys[i] for (i, _), moved in zip(wanted, whole, strict=True) if not moved]
-            self._remove(index, [digest(key) for key in broken])
+            for (i, _), result in zip(wanted, read, strict=True):
+                out[i] = result
+            broken = [digest(keys[i]) for i, _ in wanted if out[i] is Got.MISS]
+            self._tidy(lambda: self._remove(index, broken))
             return out
 
-    def _read(self, index: IndexFile, clients: Clients, parts: list[tuple[int, memoryview]]) -> list[bool]:
+    def _read(self, index: IndexFile, clients: Clients, parts: list[tuple[int, memoryview]]) -> list[Got]:
         if not parts:
             return []
         lane = clients.take(read=True, timeout_s=self._timeout_s)
         spoilt = False
-        moved: list[bool] = []
+        out: list[Got] = []
         try:
             for at in range(0, len(parts), clients.entries):
                 part = parts[at : at + clients.entries]
                 offsets = [index.data_at + slot * self._page_bytes for slot, _ in part]
-                moved += lane.run(offsets, [page for _, page in part], self._timeout_s)
+                moved = lane.run(offsets, [page for _, page in part], self._timeout_s)
+                out += [Got.HIT if whole else Got.MISS for whole in moved]
         except RingFailed as exc:
             spoilt = exc.spoilt
-            raise
+            return part_or_raise(out, len(parts), exc)
         finally:
             clients.give(lane, read=True, spoilt=spoilt)
-        return moved
+        return out
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """From the index in memory: this rank alone writes its file."""
@@ -266,11 +269,18 @@ class Hf3fsStore:
     def _remove(self, index: IndexFile, names: Sequence[bytes] | None) -> int:
         if names is not None and not names:
             return 0
-        slots = self._slots.remove(names)
-        for slot in slots:
-            index.drop(slot)
-        self._slots.freed(slots)
-        return len(slots)
+        dropped: list[int] = []
+        failed: OSError | None = None
+        for slot in self._slots.remove(names):
+            try:
+                index.drop(slot)
+                dropped.append(slot)
+            except OSError as exc:  # forgotten here; in the file it is still named, so it is not given out again
+                failed = exc
+        self._slots.freed(dropped)
+        if failed is not None:
+            raise failed
+        return len(dropped)
 
     def delete(self, keys: Sequence[str]) -> int:
         """Forget pages; missing ones are no error."""

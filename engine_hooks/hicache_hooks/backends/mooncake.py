@@ -41,6 +41,7 @@ from hicache_hooks.backends.mooncake_options import MooncakeOptions
 from hicache_hooks.backends.native import OpenState, Ranges, Turns, address_of
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.slots import Slot, claim
+from hicache_hooks.backends.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class MooncakeStore:
         self._ranges = Ranges()
         self._client: Any = None
         self._no_space = False
+        self._tidy = Upkeep("mooncake")
         self._turns = Turns(PUT_WAIT_S)
 
     def open(self) -> None:
@@ -177,9 +179,12 @@ class MooncakeStore:
             names = [self._tag + key for key in todo]
             codes = self._client.batch_get_into(names, addresses, [self._page_bytes] * len(names))
             _require_master(codes)
-            for name, code in zip(names, codes, strict=True):
-                if code == WRONG_SIZE or (code >= 0 and code != self._page_bytes):
-                    self._remove([name])
+            bad = [
+                name
+                for name, code in zip(names, codes, strict=True)
+                if code == WRONG_SIZE or (code >= 0 and code != self._page_bytes)
+            ]
+            self._tidy(lambda: self._remove(bad))
         got = {key: self._got(code) for key, code in zip(todo, codes, strict=True)}
         if len(todo) < len(keys):
             for key, page in zip(keys, pages, strict=True):

@@ -23,6 +23,7 @@ from hicache_hooks.backends.file_paths import safe
 from hicache_hooks.backends.nixl_agent import Late, TransferFailed, Transfers
 from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_hooks.backends.s3_client import S3Client, S3Target
+from hicache_hooks.backends.upkeep import part_or_raise
 
 BOUNCE_PAGES = 64
 BOUNCE_BYTES = 128 << 20
@@ -103,7 +104,10 @@ class NixlObjects:
         self._require_server()
         out: list[Got] = []
         for part in self._parts(len(keys)):
-            out += self._get(keys[part], pages[part])
+            try:
+                out += self._get(keys[part], pages[part])
+            except OSError as exc:
+                return part_or_raise(out, len(keys), exc)
         return out
 
     def _get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
@@ -118,7 +122,10 @@ class NixlObjects:
                     page[:] = slot
         failed = [i for i, yes in enumerate(moved) if not yes]
         if failed:  # the plugin does not say why; a missing object is no error
-            lengths = self._s3().lengths([self._name(keys[i]) for i in failed])
+            try:
+                lengths = self._s3().lengths([self._name(keys[i]) for i in failed])
+            except OSError as exc:
+                return part_or_raise(results, len(keys), exc)
             for i, length in zip(failed, lengths, strict=True):
                 results[i] = Got.ERROR if length == self._page_bytes else Got.MISS
         return results

@@ -19,6 +19,7 @@ from hicache_hooks.backends.base import Got, Manifest, StoreContext
 from hicache_hooks.backends.options import BackendOptions, Secret, SecretFile, StoreFacts, invalid
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.secret_text import secret_of
+from hicache_hooks.backends.upkeep import Upkeep, part_or_raise
 from hicache_proto.model import LAYOUTS
 
 T = TypeVar("T")
@@ -99,6 +100,7 @@ class RedisStore:
         self._prefix = f"{PREFIX}{context.namespace}."
         self._step = max(1, BATCH_BYTES // max(1, context.page_bytes))
         self._pid = os.getpid()
+        self._tidy = Upkeep("redis")
         self._client: Any = None
         self._redis: Any = None
 
@@ -163,11 +165,19 @@ class RedisStore:
         return out
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
-        """A string of another length is a miss, and is removed."""
+        """A string of another length is a miss, and is removed.
+
+        Raises:
+            OSError: the server failed before one page was read.
+        """
         out: list[Got] = []
+        bad: list[str] = []
         for part in self._parts(len(keys)):
             names = [self._name(key) for key in keys[part]]
-            values = self._ask(_call("mget", names))
+            try:
+                values = self._ask(_call("mget", names))
+            except OSError as exc:
+                return part_or_raise(out, len(keys), exc)
             for key, value, page in zip(keys[part], values, pages[part], strict=True):
                 if value is not None and len(value) == self._page_bytes:
                     page[:] = value
@@ -175,7 +185,9 @@ class RedisStore:
                     continue
                 out.append(Got.MISS)
                 if value is not None:
-                    self.set_aside(key, "length")
+                    bad.append(key)
+        if bad:
+            self._tidy(lambda: self.delete(bad))
         return out
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:

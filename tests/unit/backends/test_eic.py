@@ -225,3 +225,22 @@ def test_a_missing_client_is_named_and_another_package_of_that_name_is_none(monk
     assert SPEC.missing()
     with pytest.raises(ImportError, match="another one"):
         load()
+
+
+def test_pages_before_a_batch_that_failed_count(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F80."""
+    monkeypatch.setattr("hicache_hooks.backends.eic.MAX_BATCH", 2)
+    store = service.store()
+    pages = split(memory(3))
+    store.batch_put(["a", "b", "c"], pages)
+    real = store._client.get
+
+    def get(keys: list[str], parts: Any) -> list[bool | None]:
+        if "c" in keys:
+            raise EicFailed("planted")
+        return real(keys, parts)
+
+    monkeypatch.setattr(store._client, "get", get)
+    assert store.batch_get(["a", "b", "c"], pages) == ["hit", "hit", "error"]
+    with pytest.raises(EicFailed):
+        store.batch_get(["c"], pages[2:])
