@@ -226,7 +226,8 @@ class Hf3fsStore:
             for (i, _), result in zip(wanted, read, strict=True):
                 out[i] = result
             broken = [digest(keys[i]) for i, _ in wanted if out[i] is Got.MISS]
-            self._tidy(lambda: self._remove(index, broken))
+            if broken:
+                self._tidy(lambda: self._remove(index, broken))
             return out
 
     def _read(self, index: IndexFile, clients: Clients, parts: list[tuple[int, memoryview]]) -> list[Got]:
@@ -316,6 +317,7 @@ class Hf3fsStore:
                 "evicted_pages": self._slots.evicted,
                 "lost_slots": self._slots.lost,
                 "spoilt_clients": clients.spoilt,
+                "needs_reattach": clients.exhausted,
                 "never_run_on_a_live_3fs": True,
             }
 

@@ -5,7 +5,9 @@ Rules
 1. Results come in the order of completion, so each is told apart by where its part of the shared memory begins
    (``base_off``), never by its place in the list. A time-out shows only as a shorter list.
 2. After a submission that did not complete, requests may still be in the ring and write into its memory. That client
-   is *spoilt*: it is never used again and its memory is kept until the process ends.
+   is *spoilt*: it is never used again and its memory is kept until the process ends. Another takes its place, so
+   that a ring that hung for a while costs no re-attach (F84); what that keeps of memory is bounded by
+   ``REPLACEMENTS``.
 3. Pages are copied in before ``prepare`` (a prepared request may run at once), and out only after their result: a late
    request touches neither our caller's page nor one that another caller owns.
 """
@@ -23,6 +25,7 @@ from typing import Any
 MODULE = "hf3fs_fuse.io"
 PACKAGE = "hf3fs_fuse (3FS's USRBIO bindings, built from a 3FS checkout)"
 HOLES_ARE_ERRORS = 2  # flag of a read ring: a hole in the file is an error instead of zeros
+REPLACEMENTS = 4  # lanes per client and direction that may take a spoilt one's place; each keeps its memory
 _SPOILT: list[object] = []  # rule 2
 
 
@@ -150,17 +153,31 @@ class Clients:
         self._changed = threading.Condition()
         self._idle: dict[bool, list[Lane]] = {True: [], False: []}
         self._made = {True: 0, False: 0}
+        self._replacements = dict.fromkeys((True, False), REPLACEMENTS * numjobs)
+        self._lost = {True: 0, False: 0}  # places that stay with a spoilt lane
         self.spoilt = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """True when a direction has no lane left, and none that may be made: only another attach brings them back."""
+        return self._gone(True) or self._gone(False)
+
+    def _gone(self, read: bool) -> bool:
+        return self._lost[read] >= self._numjobs
 
     def take(self, *, read: bool, timeout_s: float) -> Lane:
         """A lane of that direction, given back by ``give``.
 
         Raises:
-            RingFailed: all were busy for ``timeout_s``. OSError: one could not be made.
+            RingFailed: all were busy for ``timeout_s``, or none is left. OSError: one could not be made.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._idle[read] or self._made[read] < self._numjobs, timeout_s):
-                raise RingFailed("every client is busy, or has a request that never ended")
+            if not self._changed.wait_for(
+                lambda: self._idle[read] or self._made[read] < self._numjobs or self._gone(read), timeout_s
+            ):
+                raise RingFailed("every client is busy")
+            if self._gone(read):
+                raise RingFailed("every client has a request that never ended: the store needs to be attached again")
             if self._idle[read]:
                 return self._idle[read].pop()
             self._made[read] += 1
@@ -173,14 +190,19 @@ class Clients:
             raise
 
     def give(self, lane: Lane, *, read: bool, spoilt: bool = False) -> None:
-        """Back again; a spoilt one is kept aside and takes its place with it."""
+        """Back again; a spoilt one is kept aside, and leaves its place to another as long as those last (rule 2)."""
         with self._changed:
             if spoilt:
                 _SPOILT.append(lane)
                 self.spoilt += 1
+                if self._replacements[read]:
+                    self._replacements[read] -= 1
+                    self._made[read] -= 1
+                else:
+                    self._lost[read] += 1
             else:
                 self._idle[read].append(lane)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """After the last call."""

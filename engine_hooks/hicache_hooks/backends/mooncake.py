@@ -184,7 +184,8 @@ class MooncakeStore:
                 for name, code in zip(names, codes, strict=True)
                 if code == WRONG_SIZE or (code >= 0 and code != self._page_bytes)
             ]
-            self._tidy(lambda: self._remove(bad))
+            if bad:
+                self._tidy(lambda: self._remove(bad))
         got = {key: self._got(code) for key, code in zip(todo, codes, strict=True)}
         if len(todo) < len(keys):
             for key, page in zip(keys, pages, strict=True):

@@ -242,16 +242,36 @@ def test_a_hung_ring_costs_one_time_out_and_its_late_write_hits_nobody(mount: Mo
     assert (health["lost_slots"], health["spoilt_clients"]) == (1, 1)
 
 
-def test_when_every_client_is_spoilt_calls_fail_at_once_per_deadline(mount: Mount) -> None:
-    store = mount.store(client_timeout=0.1, numjobs=2)
+def test_a_ring_that_hung_for_a_while_is_used_again(mount: Mount) -> None:
+    """F84: a spoilt client leaves its place to a new one, whose memory the late requests do not touch."""
+    store = mount.store(client_timeout=0.05, numjobs=2)
     put(store, 1)
     mount.faults(hang=True)
-    for _ in range(2):
-        with pytest.raises(RingFailed):
+    for _ in range(3):
+        with pytest.raises(RingFailed, match="did not complete"):
             get(store, 1)
     mount.faults()
-    with pytest.raises(RingFailed, match="every client"):
+    assert get(store, 1) == ["hit"]
+    assert (store.health()["spoilt_clients"], store.health()["needs_reattach"]) == (3, False)
+
+
+def test_new_clients_for_spoilt_ones_are_bounded_and_the_end_is_said(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F84: each keeps its memory. Then calls fail at once, by direction, and health names the way out."""
+    monkeypatch.setattr(hf3fs_ring, "REPLACEMENTS", 1)
+    store = mount.store(client_timeout=0.05, numjobs=2)
+    put(store, 1)
+    mount.faults(hang=True)
+    for _ in range(4):
+        with pytest.raises(RingFailed, match="did not complete"):
+            get(store, 1)
+    mount.faults()
+    store._timeout_s = 60.0  # of a wait that must not be
+    with pytest.raises(RingFailed, match="attached again"):
         get(store, 1)
+    assert store.health()["needs_reattach"] is True
+    assert put(store, 2) == [True], "the other direction has clients"
 
 
 def test_a_file_that_was_replaced_is_unhealthy(mount: Mount) -> None:
