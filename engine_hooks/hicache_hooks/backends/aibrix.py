@@ -94,12 +94,16 @@ class AibrixStore:
         """Idempotent; waits for writes that the vendor still has in its queue.
 
         Raises:
-            TimeoutError: calls are still inside; the manager is left alone for good.
+            TimeoutError: calls are still inside, or it does not end; the manager is left alone for good.
         """
         try:
             if self._state.shut(CLOSE_WAIT_S):
                 manager, self._manager = self._manager, None
-                end(manager)
+                try:
+                    end(manager)
+                except TimeoutError:
+                    self._manager = manager  # it lives on: its directory stays claimed
+                    raise
         finally:
             if self._slot is not None and self._manager is None:
                 self._slot.release()

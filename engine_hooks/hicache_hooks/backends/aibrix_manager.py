@@ -6,8 +6,10 @@ with other options sees a thing, and no other thread of the engine reads a half-
 """
 
 import importlib
+import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +19,11 @@ from typing import Any
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, PREFIX
 from hicache_proto.errors import BackendUnavailable
 
+log = logging.getLogger(__name__)
+
 MODEL_TOKENS = 102_400  # as SGLang's adapter; without token validation nothing depends on it
 SLAB = 1 << 30  # the vendor's
+END_WAIT_S = 20.0  # for writes in its queue and calls of its connector
 _building = threading.Lock()
 
 
@@ -91,7 +96,8 @@ def make(page_bytes: int, settings: Mapping[str, str], l1_bytes: int) -> Any:
         try:
             manager.__init__(config)
         except BaseException:
-            end(manager)
+            with suppress(TimeoutError):  # said in the log; the reason of the failure is of more use
+                end(manager)
             raise
         finally:
             allocator.SLAB_MAX_NBYTES = SLAB
@@ -104,20 +110,46 @@ def _slab(page_bytes: int, l1_bytes: int) -> int:
     return min(SLAB, -(-(l1_bytes + transit) // page_bytes) * page_bytes)
 
 
-def end(manager: Any) -> None:
-    """Close a manager, also one whose construction failed. The vendor stops its event loop and forgets to close it."""
+def end(manager: Any, wait_s: float = END_WAIT_S) -> None:
+    """Close a manager, also one whose construction failed. The vendor stops its event loop and forgets to close it.
+
+    Raises:
+        TimeoutError: it did not end in ``wait_s``: a call of its connector hangs. It is left alone for good, with its
+            threads and its directory; exceptions of its own ``close`` are the vendor's.
+    """
+    until = time.monotonic() + wait_s
+    failed: list[BaseException] = []
+    if hasattr(manager, "_infight_cv"):
+        # Its close waits without a limit: for writes in flight, then for the connector.
+        closer = threading.Thread(target=_close, args=(manager, failed), name="hicache-aibrix-close", daemon=True)
+        closer.start()
+        _join(closer, until, "its close")
     loop: Any = getattr(manager, "_event_loop", None)
     thread: Any = getattr(manager, "_thread", None)
     executor: Any = getattr(manager, "_executor", None)
+    if thread is not None and thread.is_alive():
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(loop.stop)
+        _join(thread, until, "its event loop")
+    if executor is not None:
+        executor.shutdown(wait=False)
+        for worker in list(getattr(executor, "_threads", ())):
+            _join(worker, until, "a call of its connector")
+    if loop is not None and not loop.is_running():
+        loop.close()
+    if failed:
+        raise failed[0]
+
+
+def _close(manager: Any, failed: list[BaseException]) -> None:
     try:
-        if hasattr(manager, "_infight_cv"):
-            manager.close()
-    finally:
-        if thread is not None and thread.is_alive():
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-        if executor is not None:
-            executor.shutdown(wait=True)
-        if loop is not None and not loop.is_running():
-            loop.close()
+        manager.close()
+    except BaseException as exc:  # raised again by ``end``
+        failed.append(exc)
+
+
+def _join(thread: threading.Thread, until: float, what: str) -> None:
+    thread.join(max(0.0, until - time.monotonic()))
+    if thread.is_alive():
+        log.warning("aibrix: %s did not end; the manager is left alone", what)
+        raise TimeoutError(f"the aibrix manager did not end ({what}), and is left alone")
