@@ -211,6 +211,18 @@ async def test_progress_is_told(tmp_path):
         assert len({t["operation_id"] for t in told}) == 1
 
 
+async def test_rollback_to_a_revision_without_a_config_drops_the_present_one(tmp_path):
+    """``None`` in a target keeps what is attached; a revision's ``None`` says that it had no config."""
+    async with rig(tmp_path, dp=2) as (side, _stub):
+        bare = await side.attach()
+        await side.attach(config='{"path": "/b"}', swap=True)
+        await side.ask(api.RollbackRequest(revision=bare.revision))
+        shown = await side.status()
+        assert shown.hicache_storage_backend_extra_config == "{}"
+        assert shown.drift == []
+        assert [rank.hicache_storage_backend_extra_config for rank in shown.ranks] == ["{}", "{}"]
+
+
 async def test_history_and_rollback(tmp_path):
     """History has who, why, what and the result; roll-back goes to a revision's state, secrets and all."""
     async with rig(tmp_path, dp=2) as (side, stub):

@@ -27,7 +27,7 @@ from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.direct import Direct
 from hicache_sidecar.engine.events import now_iso
-from hicache_sidecar.engine.goals import Goal
+from hicache_sidecar.engine.goals import Goal, whole
 from hicache_sidecar.engine.operation import CANCELLED, STOPPING, Job
 from hicache_sidecar.engine.transact import ctx_revision
 from hicache_sidecar.store.errors import JournalFailed, StoreError
@@ -181,7 +181,7 @@ class FailoverDriver:
         goal = Goal(
             kind="failover",
             verb=move.step,
-            target=move.target,
+            target=whole(move.target),
             mode=move.mode,
             swap=True,
             wait_s=policy.wait_s,

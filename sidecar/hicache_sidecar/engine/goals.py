@@ -121,6 +121,13 @@ def goal_of(
             return Goal(kind="policy", verb="policy update", target=target, **options)  # type: ignore[arg-type]
 
 
+def whole(state: TargetState) -> TargetState:
+    """A recorded state as a target. Without a config it had none; in a target ``None`` keeps what is attached."""
+    if state.backend is None or state.extra_config is not None:
+        return state
+    return msgspec.structs.replace(state, extra_config="{}")
+
+
 def _attach(
     request: api.AttachRequest, base: TargetState | None, now: EffectiveState, options: dict[str, object]
 ) -> Goal:

@@ -11,7 +11,7 @@ from hicache_sidecar.core.service import Progress
 from hicache_sidecar.engine import status
 from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
-from hicache_sidecar.engine.goals import Goal, check_shape, seconds
+from hicache_sidecar.engine.goals import Goal, check_shape, seconds, whole
 from hicache_sidecar.engine.operation import Job, desired_document
 from hicache_sidecar.store.records import ADOPTED, COMMITTED
 
@@ -171,7 +171,7 @@ class Past:
         goal = Goal(
             kind=kind,
             verb=kind,
-            target=target,
+            target=whole(target),
             mode=request.mode,
             swap=True,
             wait_s=request.wait_timeout_s or (api.DEFAULT_DRAIN_WAIT_S if request.mode == "drain" else 0.0),
