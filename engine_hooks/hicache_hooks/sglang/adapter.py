@@ -12,7 +12,7 @@ from hicache_hooks.sglang import frontend, topology
 from hicache_hooks.sglang.backfill import TreeBackfill
 from hicache_hooks.sglang.build import BackendBuilder, wait_and_close
 from hicache_hooks.sglang.clear import clear_namespace
-from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig, registered, resolve
+from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig, check_watchdog, registered, resolve
 from hicache_hooks.sglang.idle import idle_report
 from hicache_hooks.sglang.install import Installer
 from hicache_hooks.sglang.live_state import LiveState
@@ -221,7 +221,10 @@ class SglangAdapter:
     # ------------------------------------------------------------------ inner
 
     def _resolve(self, target: TargetState, current: Running) -> Running:
-        return resolve(target, current, namespace=self._namespace, known=registered(), env=os.environ)
+        running = resolve(target, current, namespace=self._namespace, known=registered(), env=os.environ)
+        if running.config is not None:
+            check_watchdog(running.knobs, topology.watchdog_s(self._scheduler))
+        return running
 
     def _refuse(self) -> None:
         if self._problems:

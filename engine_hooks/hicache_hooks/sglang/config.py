@@ -90,6 +90,23 @@ def resolve(
     return Running(make_config(name, options, target.extra_config, namespace), knobs)
 
 
+def check_watchdog(knobs: Knobs, watchdog_s: float | None) -> None:
+    """A call of a store is given up before the engine's watchdog would kill its ranks (F74). None: no watchdog.
+
+    Raises:
+        InvalidConfig: reason ``deadline_exceeds_watchdog``, with both in seconds.
+    """
+    deadline_s = knobs.guard.deadline_s
+    if watchdog_s is not None and deadline_s >= watchdog_s:
+        raise bad(
+            f"{PREFIX}deadline_s ({deadline_s:g} s) must be below the engine's watchdog ({watchdog_s:g} s)",
+            "deadline_exceeds_watchdog",
+            key=f"{PREFIX}deadline_s",
+            deadline_s=deadline_s,
+            watchdog_s=watchdog_s,
+        )
+
+
 def make_config(backend: str, options: dict[str, Any], text: str | None, namespace: str) -> EngineConfig:
     """A config out of parsed options."""
     shown = text

@@ -97,11 +97,12 @@ def capabilities(scheduler: Any, problems: list[str], fingerprint: str) -> Capab
         page_bytes=page_bytes(scheduler) if pool is not None else 0,
         l2_tokens=int(pool.size) if pool is not None else 0,
         fingerprint=fingerprint,
-        watchdog_s=_watchdog_s(scheduler),
+        watchdog_s=watchdog_s(scheduler),
         problems=list(problems),
     )
 
 
-def _watchdog_s(scheduler: Any) -> float | None:
+def watchdog_s(scheduler: Any) -> float | None:
+    """After so many seconds without progress the engine kills itself; None: it has no watchdog."""
     timeout = getattr(scheduler.server_args, "watchdog_timeout", None)
     return float(timeout) if timeout and math.isfinite(timeout) and timeout > 0 else None

@@ -13,6 +13,8 @@ from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.sglang.adapter import SglangAdapter
 from hicache_hooks.sglang.config import make_config
 from hicache_hooks.sglang.parked import LiveChange, Parked
+from hicache_proto.errors import InvalidConfig
+from hicache_proto.model import TargetState
 
 
 class Live:
@@ -72,3 +74,28 @@ def test_an_undo_counts_nothing_twice(adapter: SglangAdapter) -> None:
     assert adapter.close(b, 1.0) == []
     assert adapter.close(a, 1.0) == []
     assert adapter.usage()["put"].hit == 1  # it is still what runs, here: met again after its end
+
+
+@pytest.mark.parametrize(
+    ("watchdog_s", "deadline_s", "refused"),
+    [(20, 30, True), (20, 20, True), (20, 19, False), (0, 30, False), (None, 30, False)],
+)
+def test_a_deadline_above_the_engines_watchdog_is_refused(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch, watchdog_s: float | None, deadline_s: float, refused: bool
+) -> None:
+    """F74: engine watchdog 20 s, deadline of a call 30 s -> ``deadline_exceeds_watchdog``; a detach is never."""
+    monkeypatch.setattr("hicache_hooks.sglang.adapter.registered", lambda: ["file"])
+    monkeypatch.setattr("hicache_hooks.sglang.frontend.limits", lambda scheduler: [])
+    adapter._scheduler = SimpleNamespace(server_args=SimpleNamespace(watchdog_timeout=watchdog_s))
+    adapter._problems, adapter._namespace, adapter._layout, adapter._l2_tokens = [], "0" * 32, "page_first", 1024
+    text = f'{{"file_storage_path": "/a", "guard_deadline_s": {deadline_s}}}'
+    validate = lambda target: adapter.validate(target, mode="normal", swap=False)  # noqa: E731
+    if refused:
+        with pytest.raises(InvalidConfig) as caught:
+            validate(TargetState(backend="file", extra_config=text))
+        assert caught.value.details["reason"] == "deadline_exceeds_watchdog"
+        assert caught.value.status == 422
+    else:
+        assert validate(TargetState(backend="file", extra_config=text)).relation == "attach"
+    adapter._live.installed(parked(deadline_s))
+    assert validate(TargetState()).relation == "detach"
