@@ -15,7 +15,7 @@ import msgspec
 
 from hicache_hooks.backends.base import Backend, Manifest, StoreContext
 from hicache_hooks.backends.options import BackendOptions
-from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.registry import UNKNOWN_INNER, BackendSpec
 from hicache_proto.errors import Forbidden, InvalidConfig
 from hicache_proto.model import LAYOUTS
 
@@ -154,5 +154,5 @@ SPEC = BackendSpec(
     missing=list,
     layouts=LAYOUTS,
     notes=(f"classes come only from {ALLOW_ENV} of the engine's environment",),
-    inner=lambda options: options.backend_name or options.class_name,
+    inner=lambda options: UNKNOWN_INNER,  # a foreign class: only it knows what stores the pages
 )

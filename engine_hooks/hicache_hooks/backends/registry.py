@@ -14,6 +14,8 @@ from hicache_hooks.backends.base import Backend, Manifest, StoreContext
 from hicache_hooks.backends.options import BackendOptions
 from hicache_proto.errors import BackendUnavailable, UnknownBackend
 
+UNKNOWN_INNER = "unknown"
+
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
@@ -21,7 +23,7 @@ class BackendSpec:
 
     ``missing`` names packages, libraries or devices that are absent on this host; ``manifest`` may depend on the
     options (dynamic classes bring their own); ``create`` constructs and does no I/O; ``inner`` is the vendor's
-    connector behind one name (F75).
+    connector behind one name (F75), for a store whose health does not say: empty where there is none.
     """
 
     manifest: Callable[[Any, Mapping[str, str]], Manifest]

@@ -242,6 +242,8 @@ class StorageAttachment:
                 _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
         run_canary(backend, self._sealer, scratch, cancelled)
         inner = _inner(backend) or spec.inner(config.options)
+        if inner == registry.UNKNOWN_INNER:
+            log.warning("attach: backend %s does not say what stores its pages (health: inner)", config.backend)
         probe = StoreProbe(backend, self._sealer, scratch)
         settings = running.knobs.guard
         guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner, settings=settings, probe=probe))

@@ -237,3 +237,23 @@ def test_the_real_set_runs_and_stops(rig: Rig, tmp_path: Path) -> None:
         assert made.guard.closed
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.parametrize(("facts", "inner", "warned"), [({"inner": "X"}, "X", 0), ({}, "unknown", 1)])
+def test_status_names_what_stores_the_pages(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    facts: dict[str, str], inner: str, warned: int,
+) -> None:  # fmt: skip
+    """F75: BK reports inner="X" -> X; inner missing -> ``unknown`` and a warning."""
+    monkeypatch.setattr(BK, "health", lambda self: facts)
+    made = built(box(), dynamic())
+    assert effective_state(made.running, made.guard, bypass=False).inner == inner
+    assert sum("what stores its pages" in record.getMessage() for record in caplog.records) == warned
+
+
+def test_a_store_of_ours_without_a_connector_is_not_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """F75: ``file`` says enough by its name."""
+    made = built(box(), file(tmp_path))
+    assert effective_state(made.running, made.guard, bypass=False).inner == ""
+    assert "what stores" not in caplog.text
+    made.close(1.0)
