@@ -160,7 +160,7 @@ class AibrixLoop:
         if self.manager is None:
             self.manager = self.make(pages[0].nbytes)
         for i in range(0, len(keys), 32):
-            hashes = self.hashes([k.encode() for k in keys[i : i + 32]], self.tokens)
+            hashes = self.hashes(keys[i : i + 32], self.tokens)
             handle = self.manager.allocate_for(None, hashes).value
             for tensor, page in zip(handle.to_tensors(), pages[i : i + 32], strict=True):
                 tensor.view(self.torch.uint8).reshape(-1).copy_(self.torch.frombuffer(page, dtype=self.torch.uint8))
@@ -169,7 +169,7 @@ class AibrixLoop:
 
     def get(self, keys: list[str], pages: Pages) -> None:
         for i in range(0, len(keys), 32):
-            hashes = self.hashes([k.encode() for k in keys[i : i + 32]], self.tokens)
+            hashes = self.hashes(keys[i : i + 32], self.tokens)
             _, handle = self.manager.acquire(None, hashes).value
             for tensor, page in zip(handle.to_tensors(), pages[i : i + 32], strict=True):
                 self.torch.frombuffer(page, dtype=self.torch.uint8).copy_(tensor.view(self.torch.uint8).reshape(-1))

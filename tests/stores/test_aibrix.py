@@ -198,7 +198,7 @@ def test_a_value_of_another_length_in_rocksdb_is_a_miss_and_is_written_anew(tmp_
         (current,) = tmp_path.rglob("CURRENT")
         options = rocksdict.Options(raw_mode=True)
         options.set_wal_dir(str(current.parent / "wal"))
-        access = rocksdict.AccessType.read_write().with_ttl(86400)
+        access = rocksdict.AccessType.read_write().with_ttl(0)
         database = rocksdict.Rdict(str(current.parent), options, access_type=access)
         database[key(2).encode()] = bytes(PAGE // 2)
         database.close()

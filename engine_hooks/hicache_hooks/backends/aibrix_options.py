@@ -109,8 +109,12 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
         if not self.l2_backend:
             warnings.append("there is no l2_backend: pages are in this process's memory and end with a detach")
         ttl = self.l2_options.get("rocksdb_ttl_s", DEFAULT_TTL_S)
-        if self.l2_backend == "ROCKSDB" and int(ttl) <= DEFAULT_TTL_S:
-            warnings.append(f"RocksDB pages expire after rocksdb_ttl_s = {ttl} seconds")
+        if self.l2_backend == "ROCKSDB" and 0 < _seconds(ttl):
+            # rocksdict 0.3.29 alone, 8 writers: 64 of 256 fresh values gone in half of the runs; with 0 in none.
+            warnings.append(
+                f"RocksDB pages expire after rocksdb_ttl_s = {ttl} seconds, and with any time to live RocksDB may lose "
+                "fresh pages after a reopen; 0: no time to live, and no bound of the size"
+            )
         return warnings
 
     @property
@@ -149,6 +153,14 @@ def _short(name: str) -> str:
     near = difflib.get_close_matches(short, sorted(L2_OPTIONS), n=1)
     hint = f"did you mean {near[0]!r}?" if near else "names are the variables' without AIBRIX_KV_CACHE_OL_"
     raise invalid("l2_options", f"has an unknown or fixed name; {hint}", "unknown_key", suggestion=near[:1])
+
+
+def _seconds(value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        pass
+    raise invalid("l2_options.rocksdb_ttl_s", "must be a whole number of seconds")
 
 
 def _text(value: object) -> str:

@@ -28,7 +28,7 @@ class AibrixStand(Stand):
 
 
 class AibrixRocksdbStand(AibrixStand):
-    """RocksDB alone, in a private directory."""
+    """RocksDB alone, in a private directory; without a time to live, with which it loses fresh values by itself."""
 
     outlives_client = True
     can_be_small = False
@@ -37,7 +37,7 @@ class AibrixRocksdbStand(AibrixStand):
     def config(self) -> dict[str, Any]:
         return {
             "l1_capacity_gb": 0, "l2_backend": "ROCKSDB",
-            "l2_options": {"rocksdb_root": str(self.root / "rocks"), "rocksdb_ttl_s": 86400},
+            "l2_options": {"rocksdb_root": str(self.root / "rocks"), "rocksdb_ttl_s": 0},
         }  # fmt: skip
 
 

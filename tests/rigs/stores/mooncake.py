@@ -109,7 +109,7 @@ class MooncakePeerStand(MooncakeStand):
     def start(self) -> None:
         super().start()
         if self.peer is None:
-            self.peer = self.tool("contribute", nbytes=(16 if self.small else 512) << 20)
+            self.peer = self.tool("contribute", nbytes=(16 if self.small else 2048) << 20)
             self.peer.wait_until("its segment", lambda: "mounted" in ((self.peer and self.peer.text()) or ""), START_S)
 
     def stop(self) -> None:

@@ -102,8 +102,10 @@ def test_pages_that_vanish_are_said_and_l1_holds_some() -> None:
     """F49, and the vendor's ten minutes of RocksDB."""
     made = effective(l1_capacity_gb=0, l2_backend="ROCKSDB", l2_options={"rocksdb_root": "/x"})
     assert "600 seconds" in made.check(facts())[0]
-    kept = effective(l1_capacity_gb=0, l2_backend="ROCKSDB", l2_options={"rocksdb_root": "/x", "rocksdb_ttl_s": 86400})
+    kept = effective(l1_capacity_gb=0, l2_backend="ROCKSDB", l2_options={"rocksdb_root": "/x", "rocksdb_ttl_s": 0})
     assert kept.check(facts()) == []
+    with pytest.raises(InvalidConfig, match="whole number"):
+        effective(l2_backend="ROCKSDB", l2_options={"rocksdb_ttl_s": "1h"}).check(facts())
     with pytest.raises(InvalidConfig):
         effective(l1_capacity_gb=1e-6).check(facts())
     with pytest.raises(InvalidConfig):
