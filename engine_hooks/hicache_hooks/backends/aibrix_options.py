@@ -109,7 +109,7 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
         if not self.l2_backend:
             warnings.append("there is no l2_backend: pages are in this process's memory and end with a detach")
         ttl = self.l2_options.get("rocksdb_ttl_s", DEFAULT_TTL_S)
-        if self.l2_backend == "ROCKSDB" and 0 < _seconds(ttl):
+        if self.l2_backend == "ROCKSDB" and _seconds(ttl) > 0:
             # rocksdict 0.3.29 alone, 8 writers: 64 of 256 fresh values gone in half of the runs; with 0 in none.
             warnings.append(
                 f"RocksDB pages expire after rocksdb_ttl_s = {ttl} seconds, and with any time to live RocksDB may lose "
