@@ -8,11 +8,14 @@ Generic backends are tested through ``batch_set`` and ``batch_get`` on scratch t
 write host pool pages by index; a page of the pool is borrowed only while at least a quarter of it is free, so that
 no rank's eviction is decided by it. When a call that has its index failed, the store may still use it: it is given
 back only after the store was closed, else never (F27). Where a rank is no writer (replicated MLA caches) only lookups
-are tested.
+are tested. Stores of files may have their directory made by rank 0 alone, at the same moment: on the other ranks a
+write that is not taken is tried again for a while.
 """
 
 import hashlib
 import logging
+import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hicache_hooks.guard import describe_exception
@@ -22,6 +25,7 @@ from hicache_proto.errors import PrepareFailed
 
 log = logging.getLogger(__name__)
 
+RANK0_PATIENCE_S, RANK0_RETRY_S = 3.0, 0.05
 BORROW_FREE_SHARE = 4  # at least 1/4 of the pool free
 
 
@@ -48,16 +52,25 @@ def run_canary(backend: Any, controller: Any, storage_config: Any, name: str, na
         _fail("canary_exists_mismatch", "exists finds a page that nobody stored")
     if not storage_config.is_storage_writer:
         return
+    patience_s = RANK0_PATIENCE_S if getattr(storage_config, "tp_rank", 0) else 0.0
     if zero_copy:
-        _zero_copy(backend, store, controller, key)
+        _zero_copy(backend, store, controller, key, patience_s)
     else:
-        _generic(store, controller.storage_host_pool, key)
+        _generic(store, controller.storage_host_pool, key, patience_s)
 
 
-def _generic(store: Any, pool: Any, key: str) -> None:
+def _write(write: Callable[[], bool], patience_s: float) -> None:
+    """Write until taken; the builder's thread may wait, the scheduler serves meanwhile."""
+    limit = time.monotonic() + patience_s
+    while not write():
+        if time.monotonic() >= limit:
+            _fail("canary_write_failed", "the store did not take the canary page")
+        time.sleep(RANK0_RETRY_S)
+
+
+def _generic(store: Any, pool: Any, key: str, patience_s: float) -> None:
     page = _pattern(pool.get_dummy_flat_data_page(), key)
-    if not _call("canary_write_failed", lambda: store.batch_set([key], [page])):
-        _fail("canary_write_failed", "the store did not take the canary page")
+    _write(lambda: bool(_call("canary_write_failed", lambda: store.batch_set([key], [page]))), patience_s)
     if _call("canary_exists_mismatch", lambda: store.batch_exists([key])) != 1:
         _fail("canary_exists_mismatch", "exists does not find a page that it stored")
     got = _call("canary_read_failed", lambda: store.batch_get([key], [pool.get_dummy_flat_data_page()]))
@@ -67,7 +80,7 @@ def _generic(store: Any, pool: Any, key: str) -> None:
         _fail("canary_mismatch", "a canary page came back with other bytes")
 
 
-def _zero_copy(backend: Any, store: Any, controller: Any, key: str) -> None:
+def _zero_copy(backend: Any, store: Any, controller: Any, key: str, patience_s: float) -> None:
     pool = controller.storage_host_pool
     borrowed = _borrow(controller)
     if borrowed is None:
@@ -84,8 +97,7 @@ def _zero_copy(backend: Any, store: Any, controller: Any, key: str) -> None:
     try:
         page = _pattern(pool.get_dummy_flat_data_page(), key)
         pool.set_from_flat_data_page(borrowed[0].item(), page)
-        if not transfer("canary_write_failed", lambda: store.batch_set_v1([key], borrowed)):
-            _fail("canary_write_failed", "the store did not take the canary page")
+        _write(lambda: transfer("canary_write_failed", lambda: store.batch_set_v1([key], borrowed)), patience_s)
         if _call("canary_exists_mismatch", lambda: store.batch_exists([key])) != 1:
             _fail("canary_exists_mismatch", "exists does not find a page that it stored")
         pool.set_from_flat_data_page(borrowed[0].item(), pool.get_dummy_flat_data_page())

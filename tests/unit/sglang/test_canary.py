@@ -96,6 +96,7 @@ class Config:
     """The engine's storage config."""
 
     is_storage_writer = True
+    tp_rank = 0
     extra_config: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -108,12 +109,14 @@ def closed_again() -> Iterator[None]:
     _guards.clear()
 
 
-def canary(store: Store) -> None:
+def canary(store: Store, tp_rank: int = 0) -> None:
     guard: Any = StorageGuard()
     guard._inner, guard._pools = store, PoolMemory()
     guard._core = GuardCore("nixl", GuardSettings(), Clock(), getattr(store, "close", lambda: None))
     _guards.append(guard)
-    run_canary(guard, Controller(store.pool), Config(), "nixl", "0" * 32)
+    config = Config()
+    config.tp_rank = tp_rank
+    run_canary(guard, Controller(store.pool), config, "nixl", "0" * 32)
 
 
 def test_a_good_store_gives_the_page_back() -> None:
@@ -156,3 +159,33 @@ def test_a_store_that_cannot_be_closed_keeps_the_page(
         canary(store)
     assert len(store.pool.lent) == 1
     assert "stays reserved" in caplog.text
+
+
+class Late(Store):
+    """Its directory is made by rank 0, a moment later."""
+
+    tries = 0
+
+    def batch_set_v1(self, keys: list[str], indices: Any) -> list[bool]:
+        self.tries += 1
+        self.full = self.tries < 3
+        return super().batch_set_v1(keys, indices)
+
+
+def test_another_rank_waits_for_what_rank_0_makes() -> None:
+    """Rank 0 alone is judged by its first write."""
+    store = Late(Pool())
+    canary(store, tp_rank=1)
+    assert store.tries == 3
+    assert store.pool.lent == []
+    with pytest.raises(PrepareFailed, match="did not take"):
+        canary(Late(Pool()))
+
+
+def test_another_rank_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_hooks.sglang.canary.RANK0_PATIENCE_S", 0.12)
+    store = Store(Pool())
+    store.full = True
+    with pytest.raises(PrepareFailed, match="did not take"):
+        canary(store, tp_rank=1)
+    assert store.pool.lent == []
