@@ -102,7 +102,7 @@ def test_a_broken_promise_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    monkeypatch.setattr("hicache_proto.extras.find_spec", lambda name: None if name == "torch" else object())
     assert main(["demo"]) == 1
     assert "needs torch: pip install 'hicache-sidecar[sidecar,engine]'" in capsys.readouterr().err
 
