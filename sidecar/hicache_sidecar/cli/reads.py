@@ -80,8 +80,12 @@ def _stores(context: Context, stores: dict[str, Any], status: dict[str, Any]) ->
             put.get("bytes", 0), ",".join(breakers) if here else "-", "yes" if store["write_only"] else "no",
         ))  # fmt: skip
     context.table(
-        ("STORE", "LOOKUPS", "HIT", "MISS", "FAILED", "READ_BYTES", "WRITTEN_BYTES", "BREAKER", "NEVER_READ"), rows
-    )
+        (
+            "STORE", "REQUESTS", "PAGES_READ", "MISSED", "FAILED", "READ_BYTES", "WRITTEN_BYTES", "BREAKER",
+            "NEVER_READ",
+        ),
+        rows,
+    )  # fmt: skip
 
 
 def run_idle(context: Context, arguments: list[str]) -> int:
