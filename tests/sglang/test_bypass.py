@@ -59,11 +59,13 @@ def test_bypass_frees_a_hanging_store(stack: Stack) -> None:
         bypassed = load(stack, prompts[CLIENTS:])
         assert [hits for _, hits in bypassed] == [0] * 2 * CLIENTS
         assert stack.status()["usage"]["get"]["skipped"] > 0
+        rounds = [bypassed, *(load(stack, [prompt(TOKENS) for _ in range(2 * CLIENTS)]) for _ in range(2))]
+        bypassed_s = min(statistics.median(took for took, _ in each) for each in rounds)  # noise only adds
 
         answer = stack.detach("?mode=drain&wait_timeout_s=30")  # the store still hangs
         assert max(rank["stall_us"] for rank in answer["ranks"]) < STALL_US
         computing_s = max(computing_s, computing(stack))  # detached, the store still hangs
-        assert statistics.median(took for took, _ in bypassed) <= 1.5 * computing_s
+        assert bypassed_s <= 1.5 * computing_s
     finally:
         flag.unlink(missing_ok=True)
     stack.attach("hanging-after", wait_timeout_s=10)  # threads and idle check are as before
