@@ -34,10 +34,10 @@ test-slow: $(READY)  ## the slower suites of .ci/run
 	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900
 
 test-stores: $(STORES)  ## every storage backend against its real server
-	$(PY) -m pytest -m stores --timeout 600
+	$(PY) -m pytest -m stores --timeout 600 $(PYTEST_FLAGS)
 
 test-sglang: $(READY) $(SGLANG)/.rig-ready  ## the hooks inside the real SGLang, on the CPU
-	SGLANG_VENV=$(abspath $(SGLANG)) $(PY) -m pytest -m sglang --timeout 900
+	SGLANG_VENV=$(abspath $(SGLANG)) $(PY) -m pytest -m sglang --timeout 900 $(PYTEST_FLAGS)
 
 lint: $(READY)   ## ruff and mypy
 	$(VENV)/bin/ruff check .
