@@ -28,10 +28,10 @@ demo: $(READY)   ## the main job, end to end, on the embedded engine
 	$(VENV)/bin/hicachectl demo
 
 test: $(READY)   ## fast and end-to-end tests (under 10 minutes)
-	$(PY) -m pytest -m "not slow and not stores and not sglang"
+	$(PY) -m pytest -m "not slow and not stores and not sglang" $(PYTEST_FLAGS)
 
 test-slow: $(READY)  ## the slower suites of .ci/run
-	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900
+	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900 $(PYTEST_FLAGS)
 
 test-stores: $(STORES)  ## every storage backend against its real server
 	$(PY) -m pytest -m stores --timeout 600 $(PYTEST_FLAGS)

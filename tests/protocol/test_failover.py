@@ -167,7 +167,7 @@ async def test_an_operators_detach_while_detached_ends_it(tmp_path):
         assert answer.changed is False
         assert (await show(side)).home is None
         assert side.coordinator.failover.machine.episode is None
-        assert "ended" in steps(side)
+        await side.until(lambda: "ended" in steps(side))  # told by the driver, a turn after the answer
 
 
 async def test_policies_and_the_episode_outlive_the_sidecar(tmp_path):
@@ -229,7 +229,7 @@ async def test_flapping_is_held_and_released_by_hand(tmp_path):
         assert bypassed(stub) == {True}
         await side.ask(SetFailoverRequest(release=True))
         await side.until(lambda: side.coordinator.failover.machine.state == "trial")
-        assert "release" in steps(side)
+        await side.until(lambda: "release" in steps(side))
 
 
 async def test_what_put_refuses(tmp_path):

@@ -58,6 +58,7 @@ async def test_an_operators_bypass_stands_from_its_first_answer_on(tmp_path, whe
         await side.status()  # whatever was still on its way to the ranks is there
         assert bypassed(stub) == {enabled}
         assert told(stub) == before + 1
+        await side.until(lambda: steps(side)[so_far:])  # told by the driver, a turn after the answer
         assert steps(side)[so_far:] == ["ended"]
 
 
