@@ -28,16 +28,16 @@ demo: $(READY)   ## the main job, end to end, on the embedded engine
 	$(VENV)/bin/hicachectl demo
 
 test: $(READY)   ## fast and end-to-end tests (under 10 minutes)
-	$(PY) -m pytest -m "not slow and not stores and not sglang" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "not slow and not stores and not sglang"
 
 test-slow: $(READY)  ## the slower suites of .ci/run
-	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900 $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "slow and not stores and not sglang" --timeout 900
 
 test-stores: $(STORES)  ## every storage backend against its real server
-	$(PY) -m pytest -m stores --timeout 600 $(PYTEST_FLAGS)
+	$(PY) -m pytest -m stores --timeout 600
 
 test-sglang: $(READY) $(SGLANG)/.rig-ready  ## the hooks inside the real SGLang, on the CPU
-	SGLANG_VENV=$(abspath $(SGLANG)) $(PY) -m pytest -m sglang --timeout 900 $(PYTEST_FLAGS)
+	SGLANG_VENV=$(abspath $(SGLANG)) $(PY) -m pytest -m sglang --timeout 900
 
 lint: $(READY)   ## ruff and mypy
 	$(VENV)/bin/ruff check .
