@@ -60,7 +60,7 @@ def test_bypass_frees_a_hanging_store(stack: Stack) -> None:
         assert [hits for _, hits in bypassed] == [0] * 2 * CLIENTS
         assert stack.status()["usage"]["get"]["skipped"] > 0
         rounds = [bypassed, *(load(stack, [prompt(TOKENS) for _ in range(2 * CLIENTS)]) for _ in range(2))]
-        bypassed_s = min(statistics.median(took for took, _ in each) for each in rounds)  # noise only adds
+        bypassed_s = statistics.median(took for each in rounds for took, _ in each)
 
         answer = stack.detach("?mode=drain&wait_timeout_s=30")  # the store still hangs
         assert max(rank["stall_us"] for rank in answer["ranks"]) < STALL_US
