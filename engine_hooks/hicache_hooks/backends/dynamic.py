@@ -76,7 +76,7 @@ def load_class(options: DynamicOptions, env: Mapping[str, str]) -> type[Backend]
     found: object = None
     try:
         found = getattr(importlib.import_module(options.module_path), options.class_name)
-    except Exception as exc:  # module code may raise anything; its text may hold anything (F94)
+    except BaseException as exc:  # module code may raise anything, SystemExit too; its text may hold anything (F94)
         failed = type(exc).__name__
     if failed:
         raise _broken(f"the class cannot be imported: {failed}", [], [])

@@ -82,9 +82,11 @@ def test_import_failures_are_refusals_without_the_exceptions_text(
     """F49, F94."""
     (tmp_path / "broken_backend_module.py").write_text("raise RuntimeError('s3cr3t-SENTINEL')\nX = 1\n")
     (tmp_path / "odd_backend_module.py").write_text("X = 1\n")
+    (tmp_path / "leaving_backend_module.py").write_text("raise SystemExit('s3cr3t-SENTINEL')\nX = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module, name in (
         ("broken_backend_module", "X"),
+        ("leaving_backend_module", "X"),
         ("odd_backend_module", "X"),
         ("odd_backend_module", "Y"),
         ("no_such_module_", "Y"),
