@@ -256,6 +256,7 @@ class RankIdle(msgspec.Struct, frozen=True):
     report_age_ms: int
     missing_counters: list[str] = []
     stuck: list[str] = []  # threads that stand in a store's call, by name; their transfers block nobody
+    held: int = 0  # requests that wait in front of a closed gate; they block nobody
 
 
 class IdleDocument(msgspec.Struct, frozen=True):

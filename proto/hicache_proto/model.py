@@ -130,6 +130,7 @@ class IdleReport(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     ages_ms: dict[str, int] = {}  # age of the oldest item, where the engine knows it
     hopeless: str = ""  # why waiting cannot make this rank idle (a paused engine with running requests); "" = it can
+    held: int = 0  # requests that wait in front of a closed gate; no blocker (rule 12)
 
 
 # Counters that every report must carry; one that is missing is an error, not "idle" (F2).
@@ -236,6 +237,16 @@ class BreakerReport(msgspec.Struct, frozen=True):
     probe_in_s: float | None = None  # until the next probe; None while closed or while one runs
 
 
+class EpochChange(msgspec.Struct, frozen=True):
+    """A store was reachable and had lost all that it held (F70). ``how``: ``said`` by the store, or ``inferred``."""
+
+    n: int  # counts up over all stores of the process
+    old: str
+    new: str
+    how: str = "said"
+    ago_s: float = 0.0
+
+
 class GuardReport(msgspec.Struct, frozen=True):
     """The guard in front of the installed store: what failover decides on.
 
@@ -253,6 +264,9 @@ class GuardReport(msgspec.Struct, frozen=True):
     late: int = 0  # calls past their deadline that are still inside the store; their pages are not reused
     stuck: list[str] = []  # worker threads inside such a call, by name
     sides: dict[str, BreakerReport] = {}  # "read" (get, exists) and "write" (put): a full disk opens only one (F62)
+    epoch: str = ""  # of what the store holds: its own name for it, or how often we found it emptied, from 1
+    epoch_changes: int = 0  # since the store was attached
+    epoch_change: EpochChange | None = None  # the last one
 
 
 class RankReport(msgspec.Struct, frozen=True):

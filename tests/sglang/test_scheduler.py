@@ -78,6 +78,7 @@ def test_held_requests_wait_and_an_abort_ends_them(stack: Stack) -> None:
     with ThreadPoolExecutor(8) as pool:
         kept = [pool.submit(stack.server.generate, ids) for _ in range(2)]
         named = pool.submit(stack.server.generate, ids, 8, CALL_S, rid="rig-one")
+        until(lambda: held(stack) == (3, True), "three held requests, which block nobody")
         gone = pool.submit(_impatient, stack, ids)
         assert gone.result(CALL_S) == "timed out"
         started = time.monotonic()
@@ -94,6 +95,13 @@ def test_held_requests_wait_and_an_abort_ends_them(stack: Stack) -> None:
         assert [_finish(future) for future in doomed] == ["abort"] * 3
         resume(stack)
     assert ids_of(stack.server.generate(ids)) == expected
+    assert held(stack)[0] == 0
+
+
+def held(stack: Stack) -> tuple[int, bool]:
+    """Requests in front of closed gates, over all ranks, and whether the engine counts as idle."""
+    code, document = stack.admin("GET", "/hicache/idle")
+    return (sum(rank["held"] for rank in document["ranks"]), document["idle"]) if code == 200 else (-1, False)
 
 
 def _impatient(stack: Stack, ids: list[int]) -> str:

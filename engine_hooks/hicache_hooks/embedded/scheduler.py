@@ -159,7 +159,7 @@ class Scheduler:
         for name, requests in (("waiting_queue", list(self.waiting)), ("running_batch", running)):
             if requests:
                 ages[name] = oldest_ms(requests, now)
-        return IdleReport(counters=counters, ages_ms=ages)
+        return IdleReport(counters=counters, ages_ms=ages, held=len(self.held))
 
     # ------------------------------------------------------------------ passes
 

@@ -70,6 +70,7 @@ class SglangAdapter:
         self._usage = UsageTotals()
         self._unpublished = False  # the engine's own view follows when the outcome is known
         self.on_dead_threads: Callable[[], None] = lambda: None
+        self.held: Callable[[], int] = lambda: 0  # requests in front of the gate
 
     # ------------------------------------------------------------------ views (any thread)
 
@@ -87,7 +88,7 @@ class SglangAdapter:
 
     def idle_report(self) -> IdleReport:
         """Every counter."""
-        return idle_report(self._scheduler, self.storage_threads)
+        return idle_report(self._scheduler, self.storage_threads, self.held())
 
     def usage(self) -> dict[str, OpUsage]:
         """Over all backends since the process started."""

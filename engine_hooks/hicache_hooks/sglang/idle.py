@@ -23,8 +23,12 @@ class Threads(Protocol):
         """``storage_calls``, ``storage_queues``."""
 
 
-def idle_report(scheduler: Any, threads: Threads) -> IdleReport:
-    """All counters now. Raises AttributeError when this engine lacks what a mandatory counter reads."""
+def idle_report(scheduler: Any, threads: Threads, held: int = 0) -> IdleReport:
+    """All counters now. ``held``: requests in front of our gate, which are shown and block nobody.
+
+    Raises:
+        AttributeError: this engine lacks what a mandatory counter reads.
+    """
     s = scheduler
     counters = {
         "running_batch": len(s.running_batch.reqs),
@@ -49,7 +53,7 @@ def idle_report(scheduler: Any, threads: Threads) -> IdleReport:
     hopeless = bool(getattr(s, "_engine_paused", False)) and any(counters.values())
     if hopeless:
         counters[PAUSED] = 1
-    return IdleReport(counters=counters, hopeless=PAUSED if hopeless else "")
+    return IdleReport(counters=counters, hopeless=PAUSED if hopeless else "", held=held)
 
 
 def _disaggregation(s: Any) -> dict[str, int]:

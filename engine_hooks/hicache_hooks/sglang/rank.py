@@ -47,14 +47,16 @@ class SchedulerRank:
             injector=self.world,
             start=False,
         )
+        held = Held(SchedulerRequests(scheduler))
         self.pull = Pull(
             self.hook,
             self.world,
-            Held(SchedulerRequests(scheduler)),
+            held,
             self._waker,
             self.adapter.storage_threads.repair,
         )
         self.adapter.on_dead_threads = self.pull.ask_repair
+        self.adapter.held = held.__len__
         if isinstance(self.adapter, SglangAdapter):
             quarantine = self.adapter.quarantine
             self.world.has_groups = self.adapter.has_storage_groups

@@ -33,6 +33,7 @@ class RefusingAdapter:
         self._identity = topology.identity()
         self.storage_threads = NoThreads()
         self.on_dead_threads: Callable[[], None] = lambda: None
+        self.held: Callable[[], int] = lambda: 0  # requests in front of the gate
 
     def identity(self) -> RankIdentity:
         """Constant."""
@@ -48,7 +49,7 @@ class RefusingAdapter:
 
     def idle_report(self) -> IdleReport:
         """The engine's own predicates."""
-        return idle_report(self._scheduler, self.storage_threads)
+        return idle_report(self._scheduler, self.storage_threads, self.held())
 
     def usage(self) -> dict[str, OpUsage]:
         """None."""

@@ -103,6 +103,8 @@ def run_idle(context: Context, arguments: list[str]) -> int:
     pairs: list[tuple[str, Any]] = [("idle", idle.get("idle"))]
     if idle.get("missing_ranks"):
         pairs.append(("missing ranks", idle["missing_ranks"]))
+    if held := sum(rank.get("held", 0) for rank in idle.get("ranks") or []):
+        pairs.append(("requests held", held))
     context.pairs(pairs)
     blocked = {(b["rank"], b["name"]) for b in idle.get("blocked_by") or []}
     rows = [

@@ -232,6 +232,7 @@ def idle_document(registry: Registry) -> api.IdleDocument:
                 report_age_ms=registry.age_ms(s),
                 missing_counters=idle.missing_counters(s.report.idle),
                 stuck=stuck_threads(s.report),
+                held=s.report.idle.held,
             )
             for rank, s in live.items()
         ],

@@ -54,6 +54,13 @@ def test_an_idle_scheduler_reports_every_mandatory_counter() -> None:
     assert report.hopeless == ""
 
 
+def test_requests_that_are_held_are_told_and_block_nobody() -> None:
+    """Rule 12."""
+    report = idle_report(scheduler(), Threads(), 3)
+    assert report.held == 3
+    assert blocking(report) == {}
+
+
 @pytest.mark.parametrize(
     ("change", "value", "name"),
     [
