@@ -15,6 +15,8 @@ Rules:
    (``on_late``), and what it brings later is dropped. Its memory stays its own until it is back.
 7. While a breaker is not closed its side's traffic is skipped (``guard_watch``); a page that the store promised and
    did not deliver is not promised again for a while (``negative``).
+8. A store that lost all it held is no failing one: what is believed about it is dropped, here and by whoever asked to
+   be told (``on_lost``), and serving goes on (F70, ``guard_epoch``).
 
 ``_call`` is the one place through which traffic goes to the backend; the guard's own probes go through ``Watch``.
 """
@@ -32,7 +34,8 @@ from hicache_hooks.breaker import Admit
 from hicache_hooks.deadlines import Call
 from hicache_hooks.describe import describe_exception
 from hicache_hooks.guard_counts import Counts
-from hicache_hooks.guard_results import GOT, check_shape, counted_bytes, errors, is_bool, is_got
+from hicache_hooks.guard_epoch import EpochWatch
+from hicache_hooks.guard_results import GOT, check_shape, counted_bytes, errors, is_bool, is_got, is_put, put_errors
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.guard_watch import SIDE, Probe, Watch
 from hicache_hooks.negative import NegativeCache
@@ -79,10 +82,15 @@ class Guard:
         )
         self._lock = threading.Lock()
         self._counts = Counts()
-        self._watch = Watch(name, settings or GuardSettings(), self._lock, self._counts, clock, probe, threads=threads)
+        self._epochs = EpochWatch(backend, clock)
+        self._watch = Watch(
+            name, settings or GuardSettings(), self._lock, self._counts, clock, probe, self._epochs, threads=threads
+        )
         self._watch.probe_left = self._close_if_last
+        self._watch.lost_all = self._lost_all
         self._negative = NegativeCache(clock)
         self._whose: Callable[[], Any] = lambda: None
+        self._tell_lost: Callable[[], None] = lambda: None
         self._bypass = False
         self._closing = False
         self._closed = False
@@ -98,6 +106,32 @@ class Guard:
         self._whose = whose
         self._watch.tell_late = tell
 
+    def on_lost(self, tell: Callable[[], None]) -> None:
+        """``tell()`` says that nothing of what was stored may be believed to be there (rule 8). Any thread, the guard's
+        lock is held: it must be short, and must not raise."""
+        self._tell_lost = tell
+
+    def learn_epoch(self) -> None:
+        """Ask the store what it holds now, so that a change can be seen. *builder* thread; never raises."""
+        with self._lock:
+            look = self._epochs.begin()
+        seen = None
+        with suppress(BaseException):  # the canary passed: a store that cannot say it is asked again by the watch
+            seen = look()
+        with self._lock:
+            self._epochs.end(seen, self._watch.settings.epoch_s)
+
+    def _lost_all(self) -> None:
+        """*locked*, see ``Watch.lost_all``."""
+        self._negative.clear()
+        self._tell_lost()
+        change = self._epochs.last()
+        if change is not None:
+            log.warning(
+                "backend %s is reachable and lost what it held (epoch %s -> %s, %s): pages are written again",
+                self.name, change.old, change.new, change.how,
+            )  # fmt: skip
+
     # -------------------------------------------------------------- traffic
 
     # ``prefix_keys`` (the keys that precede the batch in its chain) reach a backend whose method takes them.
@@ -107,15 +141,20 @@ class Guard:
     ) -> list[bool]:
         """True per key that is stored now. Never raises."""
         extra = self._extra("batch_put", prefix_keys)
-        done = self._call("put", len(keys), lambda: self._backend.batch_put(keys, pages, **extra), is_bool)
+        done = self._call("put", len(keys), lambda: self._backend.batch_put(keys, pages, **extra), is_put, put_errors)
         if done is None:
             return [False] * len(keys)
         stored = [bool(item) for item in done]
+        hits, failed = stored.count(True), put_errors(done)
         with self._lock:
             self._counts.add(
-                "put", hit=stored.count(True), miss=stored.count(False), nbytes=counted_bytes(pages, stored)
+                "put", hit=hits, miss=len(keys) - hits - failed, error=failed, nbytes=counted_bytes(pages, stored)
             )
-            self._negative.forget(key for key, yes in zip(keys, stored, strict=True) if yes)
+            taken = [key for key, yes in zip(keys, stored, strict=True) if yes]
+            self._negative.forget(taken)
+            look = self._epochs.holds(taken)
+        if look:
+            self._watch.wake()
         return stored
 
     def batch_get(
@@ -136,9 +175,13 @@ class Guard:
                 error=got.count(Got.ERROR),
                 nbytes=counted_bytes(pages, hits),
             )
+            look = self._epochs.holds([key for key, hit in zip(keys, hits, strict=True) if hit], read=True)
             if not all(hits):
                 lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
                 self._negative.add(lost, self._watch.settings.negative_ttl_s)
+                look = self._epochs.missed(lost) or look
+        if look:
+            self._watch.wake()
         return got
 
     def batch_exists(self, keys: Sequence[str], *, prefix_keys: Sequence[str] | None = None) -> list[bool]:
@@ -149,8 +192,11 @@ class Guard:
             return [False] * len(keys)
         there = [bool(item) for item in done]
         with self._lock:
+            look = not all(there) and self._epochs.missed(key for key, yes in zip(keys, there, strict=True) if not yes)
             there = self._negative.mask(keys, there)
             self._counts.add("exists", hit=there.count(True), miss=there.count(False))
+        if look:
+            self._watch.wake()
         return there
 
     def set_aside(self, key: str, reason: str) -> None:
@@ -162,6 +208,7 @@ class Guard:
 
         with self._lock:
             self._negative.add([key], self._watch.settings.negative_ttl_s)
+            self._epochs.drop(key)
         if self._call("set_aside", 1, call, is_bool, always=True) is not None:
             with self._lock:
                 self._counts.add("set_aside", hit=1)
@@ -191,18 +238,18 @@ class Guard:
         self,
         kind: str,
         keys: int,
-        call: Callable[[], list[T]],
+        call: Callable[[], Sequence[T]],
         valid: Callable[[object], bool],
-        failed_keys: Callable[[list[T]], int] = lambda out: 0,
+        failed_keys: Callable[[Sequence[T]], int] = lambda out: 0,
         *,
         always: bool = False,
-    ) -> list[T] | None:
+    ) -> Sequence[T] | None:
         """One backend call; None when its result must not be used, which is then counted."""
         entered = self._enter(kind, keys, always)
         if entered is None:
             return None
         failed: BaseException | None = None
-        out: list[T] = []
+        out: Sequence[T] = []
         share = 1.0
         try:
             out = call()
@@ -341,6 +388,9 @@ class Guard:
         self._leave(entered, float(failed is not None), failed)
         with self._lock:
             self._counts.add("clear", hit=deleted, error=failed is not None)
+            self._negative.clear()  # rule 8, by our own hand; of a clear that failed half-way nobody knows what is left
+            self._epochs.reset()
+            self._tell_lost()
         if failed is not None:
             said = describe_exception(failed)
             raise PrepareFailed(f"the store could not be cleared: {said}", details={"reason": "clear_failed"})

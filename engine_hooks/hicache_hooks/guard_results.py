@@ -22,6 +22,11 @@ def is_bool(item: object) -> bool:
     return isinstance(item, bool) or type(item).__name__ in ("bool", "bool_")
 
 
+def is_put(item: object) -> bool:
+    """A result of a write: a truth value, or None for a key that failed."""
+    return item is None or is_bool(item)
+
+
 def is_got(item: object) -> bool:
     """A result of a read, as the enum or its text."""
     return item in GOT
@@ -32,6 +37,11 @@ def counted_bytes(pages: Sequence[memoryview], counted: Sequence[bool]) -> int:
     return sum(page.nbytes for page, yes in zip(pages, counted, strict=True) if yes)
 
 
-def errors(got: list[Got]) -> int:
-    """Keys that failed alone."""
+def errors(got: Sequence[Got]) -> int:
+    """Keys of a read that failed alone."""
     return got.count(Got.ERROR)
+
+
+def put_errors(done: Sequence[bool | None]) -> int:
+    """Keys of a write that failed alone."""
+    return done.count(None)

@@ -110,22 +110,29 @@ class AibrixStore:
 
     # -------------------------------------------------------------- traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         """A key that exists is written again. False: not stored, for want of memory or for the connector's reasons.
 
+        None: the connector did not answer, after others were stored.
+
         Raises:
-            TimeoutError, RuntimeError: the connector does not answer.
+            TimeoutError, RuntimeError: the connector does not answer, and not one page is stored.
         """
         todo = dict(zip(keys, pages, strict=True))
         done: dict[str, bool] = {}
         with self._state.inside(), self._turns.of(todo):
             self._check(pages)
-            for batch in _batches(list(todo)):
-                done.update(self._put(batch, [todo[key] for key in batch]))
-        return [done[key] for key in keys]
+            try:
+                for batch in _batches(list(todo)):
+                    self._put(batch, [todo[key] for key in batch], done)
+            except Exception as exc:
+                if not any(done.values()):
+                    raise
+                log.warning("aibrix: a put ended early: %s", type(exc).__name__)
+        return [done.get(key) for key in keys]
 
-    def _put(self, keys: list[str], pages: list[memoryview]) -> dict[str, bool]:
-        done: dict[str, bool] = {}
+    def _put(self, keys: list[str], pages: list[memoryview], done: dict[str, bool]) -> None:
+        """Adds each key's result to ``done`` as it is known."""
         while keys:
             status = self._manager.allocate_for(None, self._hashes(keys, BLOCK_TOKENS))
             if not status.is_ok():
@@ -140,7 +147,6 @@ class AibrixStore:
                 done[key] = self._prefix([key]) == 1
             keys, pages = keys[fits:], pages[fits:]
         done.update((key, False) for key in keys)
-        return done
 
     def _put_handle(self, keys: list[str], handle: Any) -> int:
         """How many of the first ``keys`` the vendor says are stored."""

@@ -45,7 +45,12 @@ class StoreContext(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """A store of pages. Methods may block; they are called from worker threads, several at a time."""
+    """A store of pages. Methods may block; they are called from worker threads, several at a time.
+
+    Optional: ``epoch() -> str``, a short name of what the store holds, which is another one once the content is gone
+    (restarted from nothing, emptied, replaced) and the same after a restart that lost nothing; "" when it cannot be
+    said now. Asked every few seconds, so it must be cheap. Without it the guard infers (``guard_epoch``, F70).
+    """
 
     manifest: ClassVar[Manifest]
 
@@ -55,8 +60,11 @@ class Backend(Protocol):
     def register(self, pool: memoryview) -> None:
         """The host pool's memory, before any put or get. May be called for several pools."""
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """Store; True per key that is stored now. A key that exists already may be kept as it is."""
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool | None]:
+        """Store; a list with, per key, True: stored now, False: not taken (no room), None: this key failed.
+
+        A key that exists already may be kept as it is. What was stored before a batch failed counts (``upkeep.py``).
+        """
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """Fill ``pages``; a page whose result is not HIT holds garbage."""

@@ -26,6 +26,7 @@ REQUIRED_METHODS = {
     "open": 0, "register": 1, "batch_put": 2, "batch_get": 2, "batch_exists": 1, "delete": 1, "set_aside": 2,
     "clear": 0, "health": 0, "close": 0,
 }  # fmt: skip
+OPTIONAL_METHODS = {"epoch": 0}
 _RESTRICTIVE = Manifest(
     name="dynamic", layouts=("page_first",), alignment=4096, shared=False, summary="no manifest: most restrictive"
 )
@@ -98,7 +99,7 @@ def contract_gaps(cls: type) -> tuple[list[str], list[str]]:
         problems.append(f"contract version {version!r}, this engine has {CONTRACT_VERSION}")
     if not _takes(cls, 2):
         problems.append("constructor does not take (options, context)")
-    for name, arguments in REQUIRED_METHODS.items():
+    for name, arguments in (REQUIRED_METHODS | OPTIONAL_METHODS).items():
         method = getattr(cls, name, None)
         if callable(method) and not _takes(method, arguments + 1):
             problems.append(f"{name} does not take {arguments} arguments")

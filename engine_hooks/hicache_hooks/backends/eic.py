@@ -16,6 +16,7 @@ from hicache_hooks.backends.eic_client import EicClient, EicFailed
 from hicache_hooks.backends.eic_options import EicConfig, EicOptions, endpoint_of
 from hicache_hooks.backends.native import OpenState, Ranges, address_of
 from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.upkeep import stored_or_raise
 from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import LAYOUTS
 
@@ -71,13 +72,16 @@ class EicStore:
 
     # -------------------------------------------------------------- traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """Raises EicFailed when not one could be stored."""
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
+        """Raises EicFailed when not one could be stored. None: the batch of this key failed, another was stored."""
         with self._state.inside():
             parts = self._parts(pages, self._client.direct[0])
-            done: list[bool] = []
+            done: list[bool | None] = []
             for at in range(0, len(keys), MAX_BATCH):
-                done += self._client.put(keys[at : at + MAX_BATCH], parts[at : at + MAX_BATCH])
+                try:
+                    done += self._client.put(keys[at : at + MAX_BATCH], parts[at : at + MAX_BATCH])
+                except EicFailed as exc:
+                    return stored_or_raise(done, len(keys), exc)
             if keys and not any(done):
                 raise EicFailed(f"none of {len(keys)} pages was stored")
             return done

@@ -121,14 +121,14 @@ class FileStore:
 
     # -------------------------------------------------------------- traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """A page that exists already is kept. False: no space, or this page could not be written.
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
+        """A page that exists already is kept. False: no space. None: this page could not be written.
 
         Raises:
             OSError: not one could be written, for another reason than space.
         """
         self._usable()
-        done: dict[str, bool] = {}
+        done: dict[str, bool | None] = {}
         todo: dict[str, memoryview] = {}
         for key, page in zip(keys, pages, strict=True):
             if page.nbytes != self._page_bytes:
@@ -141,7 +141,7 @@ class FileStore:
             self._put_new(todo, done)
         return [done.get(key, False) for key in keys]
 
-    def _put_new(self, todo: dict[str, memoryview], done: dict[str, bool]) -> None:
+    def _put_new(self, todo: dict[str, memoryview], done: dict[str, bool | None]) -> None:
         try:
             room = self._space.room(len(todo), self._page_bytes)
         except FileNotFoundError:
@@ -164,14 +164,14 @@ class FileStore:
                     if exc.errno in FULL:
                         self._space.refused()
                         break
-                    failed = exc
+                    failed, done[key] = exc, None
                 else:
                     done[key] = True
         finally:
             self._quota.settle(granted * self._page_bytes, used)
         if used:
             self._space.written()
-        elif failed is not None and not done:
+        elif failed is not None:  # pages that were there prove no write (F69)
             raise failed
 
     def _write(self, path: str, page: memoryview) -> int:

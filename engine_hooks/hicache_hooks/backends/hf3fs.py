@@ -134,28 +134,36 @@ class Hf3fsStore:
 
     # -------------------------------------------------------------- traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         """A page that exists already is kept. False: no slot is free, another thread writes it, or it did not move.
 
+        None: the ring or the file failed before this page was stored.
+
         Raises:
-            RingFailed: not one could be written.
+            OSError: not one could be written.
         """
         with self._state.inside():
             index, clients = self._parts()
             self._check(pages)
             names = [digest(key) for key in keys]
-            todo = self._reserve(index, names, pages)
-            failed = self._write(index, clients, todo) if todo else None
+            todo, failed = self._reserve(index, names, pages)
+            if todo:
+                failed = self._write(index, clients, todo) or failed
             self._slots.wait_written(names, self._timeout_s)
             stored = self._slots.find(names)
-            if failed is not None and not any(stored):
+            if failed is None:
+                return list(stored)
+            if not any(stored):
                 raise failed
-            return stored
+            return [yes or None for yes in stored]
 
     def _reserve(
         self, index: IndexFile, names: Sequence[bytes], pages: Sequence[memoryview]
-    ) -> dict[bytes, tuple[int, memoryview]]:
-        """Slots for what is new. The entry of a page that makes room goes before the new page comes (index, rule 1)."""
+    ) -> tuple[dict[bytes, tuple[int, memoryview]], OSError | None]:
+        """Slots for what is new, and why it ended. An old entry goes before the new page comes (index, rule 1).
+
+        A failure costs the slot it was met in, so it is the last one.
+        """
         todo: dict[bytes, tuple[int, memoryview]] = {}
         for name, page in zip(names, pages, strict=True):
             taken = self._slots.reserve(name) if name not in todo else None
@@ -165,19 +173,16 @@ class Hf3fsStore:
             try:
                 if stale:
                     index.drop(slot)
-            except OSError:
+            except OSError as exc:
                 self._slots.give_back(name, slot, late=True)  # its old entry is still in the file
-                for other, (held, _) in todo.items():
-                    self._slots.give_back(other, held)
-                raise
+                return todo, exc
             todo[name] = slot, page
-        return todo
+        return todo, None
 
-    def _write(
-        self, index: IndexFile, clients: Clients, todo: dict[bytes, tuple[int, memoryview]]
-    ) -> RingFailed | None:
+    def _write(self, index: IndexFile, clients: Clients, todo: dict[bytes, tuple[int, memoryview]]) -> OSError | None:
+        """Store what has a slot; returns why it ended before the last page."""
         left = dict(todo)
-        failed: RingFailed | None = None
+        failed: OSError | None = None
         lane: Lane | None = None
         try:
             lane = clients.take(read=False, timeout_s=self._timeout_s)
@@ -193,18 +198,36 @@ class Hf3fsStore:
                         del left[name]
                     break
                 for (name, (slot, _)), whole in zip(part, moved, strict=True):
-                    if whole:
-                        index.put(slot, name, self._slots.next_seq())
-                        self._slots.publish(name, slot)
-                    else:
+                    if not whole:
                         self._slots.give_back(name, slot)
+                    elif failed is None:
+                        failed = self._publish(index, name, slot)
+                    else:
+                        continue
                     del left[name]
+        except OSError as exc:  # no lane
+            failed = exc
         finally:
             if lane is not None:
-                clients.give(lane, read=False, spoilt=failed is not None and failed.spoilt)
+                clients.give(lane, read=False, spoilt=isinstance(failed, RingFailed) and failed.spoilt)
             for name, (slot, _) in left.items():
                 self._slots.give_back(name, slot)
         return failed
+
+    def _publish(self, index: IndexFile, name: bytes, slot: int) -> OSError | None:
+        """Write the entry of a page that is whole. One that may be half there is dropped, else its slot is lost."""
+        try:
+            index.put(slot, name, self._slots.next_seq())
+        except OSError as exc:
+            lost = False
+            try:
+                index.drop(slot)
+            except OSError:
+                lost = True
+            self._slots.give_back(name, slot, late=lost)
+            return exc
+        self._slots.publish(name, slot)
+        return None
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """A page that is shorter than it should be is a miss, and is forgotten.

@@ -149,8 +149,8 @@ class MooncakeStore:
 
     # -------------------------------------------------------------- traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """False: no space, or this page was refused. A key that exists keeps what it has (rule 4).
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
+        """False: no space. None: Mooncake failed with this page. A key that exists keeps what it has (rule 4).
 
         Raises:
             ConnectionError, TimeoutError: the master (rule 7).
@@ -165,7 +165,7 @@ class MooncakeStore:
             codes = self._client.batch_put_from(names, addresses, [self._page_bytes] * len(names))
         _require_master(codes)
         self._no_space = NO_SPACE in codes
-        done = {key: code == 0 for key, code in zip(todo, codes, strict=True)}
+        done = {key: None if code not in (0, NO_SPACE) else code == 0 for key, code in zip(todo, codes, strict=True)}
         return [done[key] for key in keys]
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:

@@ -84,7 +84,7 @@ class NixlStore:
         if not self._open:
             raise RuntimeError("the NIXL store is not open")
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         """Pages of files that exist are kept; objects are written again."""
         self._usable()
         for page in pages:

@@ -106,13 +106,13 @@ class NixlFiles:
 
     # ------------------------------------------------------------ traffic
 
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         """See ``Backend.batch_put``.
 
         Raises:
             OSError: the directories failed, and not one page that was to be written is stored.
         """
-        done: dict[str, bool] = {}
+        done: dict[str, bool | None] = {}
         todo: dict[str, memoryview] = {}
         for key, page in zip(keys, pages, strict=True):
             if self._touch(key):
@@ -125,33 +125,51 @@ class NixlFiles:
                 done |= self._put(item, mine, [todo[key] for key in mine])
             except OSError as exc:
                 failed = exc
+                done |= dict.fromkeys(mine)
         if failed is not None and not any(done.get(key) for key in todo):  # pages that were there prove no write (F69)
             raise failed
         return [done.get(key, False) for key in keys]
 
-    def _put(self, item: _Directory, keys: list[str], pages: list[memoryview]) -> dict[str, bool]:
+    def _put(self, item: _Directory, keys: list[str], pages: list[memoryview]) -> dict[str, bool | None]:
+        """Results of the keys that there was room for. Raises OSError when one failed and none was stored."""
         try:
             room = item.space.room(len(keys), self._page_bytes)
         except FileNotFoundError:
             self._recover(item)
             room = item.space.room(len(keys), self._page_bytes)
-        keys, pages = keys[:room], pages[:room]
-        if not keys:
-            return {}
-        with ExitStack() as stack:
-            temps = [self._temporary(item, stack, page) for page in pages]
-            written = self._write(item, pages, temps)
-        # Every descriptor is closed now: network file systems report a full disk there.
-        done = {}
-        for key, (name, _), ok in zip(keys, temps, written, strict=True):
-            if ok:
-                self._publish(item, name, key)
-                done[key] = True
-            else:
-                with suppress(OSError):
-                    os.unlink(name)
-        if done:
+        done: dict[str, bool | None] = {}
+        failed: OSError | None = None
+        temps: list[tuple[str, memoryview, str, int]] = []  # key, page, name and descriptor of its temporary file
+        written: list[bool | None] = []
+        try:
+            with ExitStack() as stack:
+                for key, page in zip(keys[:room], pages[:room], strict=True):
+                    try:
+                        temps.append((key, page, *self._temporary(item, stack, page)))
+                    except OSError as exc:
+                        if exc.errno in FULL:  # no inode left
+                            item.space.refused()
+                            break
+                        failed, done[key] = exc, None
+                if temps:
+                    written = self._write(item, [row[1] for row in temps], [row[3] for row in temps])
+            # Every descriptor is closed now: network file systems report a full disk there.
+            for (key, _, name, _), ok in zip(temps, written, strict=True):
+                done[key] = ok
+                if ok:
+                    try:
+                        self._publish(item, name, key)
+                    except OSError as exc:
+                        failed, done[key] = exc, None
+        finally:
+            for key, _, name, _ in temps:
+                if not done.get(key):
+                    with suppress(OSError):
+                        os.unlink(name)
+        if any(done.values()):
             item.space.written()
+        elif failed is not None:
+            raise failed
         return done
 
     def _temporary(self, item: _Directory, stack: ExitStack, page: memoryview) -> tuple[str, int]:
@@ -166,23 +184,24 @@ class NixlFiles:
         stack.callback(os.close, fd)
         return name, fd
 
-    def _write(self, item: _Directory, pages: list[memoryview], temps: list[tuple[str, int]]) -> list[bool]:
+    def _write(self, item: _Directory, pages: list[memoryview], fds: list[int]) -> list[bool | None]:
+        """As ``put``. Raises TransferFailed when nothing was written, and the file system is not full."""
         try:
-            self._transfers.run("WRITE", pages, [(fd, "") for _, fd in temps], None)
+            self._transfers.run("WRITE", pages, [(fd, "") for fd in fds], None)
             return [True] * len(pages)
         except TransferFailed as exc:
             failed = exc
         # Nobody says which page failed: singly, until the file system is full.
-        done = []
-        for page, (_, fd) in zip(pages, temps, strict=True):
-            ok = False
+        done: list[bool | None] = []
+        for page, fd in zip(pages, fds, strict=True):
+            ok: bool | None = None
             if not item.space.reason:
                 with suppress(TransferFailed):
                     self._transfers.run("WRITE", [page], [(fd, "")], None)
                     ok = True
                 if not ok and item.space.measure()[0] < self._page_bytes:
                     item.space.refused()
-            done.append(ok)
+            done.append(False if item.space.reason and not ok else ok)
         if not any(done) and not item.space.reason:
             raise failed
         return done

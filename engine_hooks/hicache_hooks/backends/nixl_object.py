@@ -23,7 +23,7 @@ from hicache_hooks.backends.file_paths import safe
 from hicache_hooks.backends.nixl_agent import Late, TransferFailed, Transfers
 from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_hooks.backends.s3_client import S3Client, S3Target
-from hicache_hooks.backends.upkeep import part_or_raise
+from hicache_hooks.backends.upkeep import part_or_raise, stored_or_raise
 
 BOUNCE_PAGES = 64
 BOUNCE_BYTES = 128 << 20
@@ -82,22 +82,25 @@ class NixlObjects:
 
     # ------------------------------------------------------------ traffic
 
-    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         """See ``Backend.batch_put``. An object that exists is written again: an S3 PUT is atomic."""
         self._require_server()
-        done: list[bool] = []
+        done: list[bool | None] = []
         for part in self._parts(len(keys)):
-            done += self._put(keys[part], pages[part])
+            try:
+                done += self._put(keys[part], pages[part])
+            except OSError as exc:
+                return stored_or_raise(done, len(keys), exc)
         return done
 
-    def _put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+    def _put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
         with self._buffers.take(len(keys), self._timeout_s) as slots:
             for slot, page in zip(slots.pages, pages, strict=True):
                 slot[:] = page
             done = self._run("WRITE", keys, slots)
         if not any(done):
             raise TransferFailed("nixl: no object was taken")
-        return done
+        return [yes or None for yes in done]  # the plugin does not say why one was not
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """See ``Backend.batch_get``."""

@@ -19,7 +19,7 @@ from hicache_hooks.backends.base import Got, Manifest, StoreContext
 from hicache_hooks.backends.options import BackendOptions, Secret, SecretFile, StoreFacts, invalid
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.secret_text import secret_of
-from hicache_hooks.backends.upkeep import Upkeep, part_or_raise
+from hicache_hooks.backends.upkeep import Upkeep, part_or_raise, stored_or_raise
 from hicache_proto.model import LAYOUTS
 
 T = TypeVar("T")
@@ -139,26 +139,29 @@ class RedisStore:
 
     # ------------------------------------------------------------ traffic
 
-    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        """False: no room (``maxmemory``), or the server refused this key.
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
+        """False: no room (``maxmemory``). None: the server refused this key, or failed after others were stored.
 
         Raises:
-            OSError: the server failed, or refused every key for another reason than room.
+            OSError: the server failed, or refused keys for another reason than room, and not one page is stored.
         """
         for page in pages:
             if page.nbytes != self._page_bytes:
                 raise ValueError(f"page buffer of {page.nbytes} bytes, expected {self._page_bytes}")
-        out: list[bool] = []
+        out: list[bool | None] = []
         refused = ""
         for part in self._parts(len(keys)):
-            for answer in self._pipeline(
-                [
-                    ("SET", self._name(key), page, *self._ttl())
-                    for key, page in zip(keys[part], pages[part], strict=True)
-                ]
-            ):
-                out.append(answer is True or answer == b"OK")
-                if isinstance(answer, Exception) and not self._full(answer):
+            commands = [
+                ("SET", self._name(key), page, *self._ttl()) for key, page in zip(keys[part], pages[part], strict=True)
+            ]
+            try:
+                answers = self._pipeline(commands)
+            except OSError as exc:
+                return stored_or_raise(out, len(keys), exc)
+            for answer in answers:
+                bad = isinstance(answer, Exception) and not self._full(answer)
+                out.append(None if bad else answer is True or answer == b"OK")
+                if bad:
                     refused = type(answer).__name__
         if refused and not any(out):
             raise OSError(f"redis refused every page: {refused}")

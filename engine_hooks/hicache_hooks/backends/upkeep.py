@@ -1,4 +1,4 @@
-"""Upkeep beside a read: when it fails, the pages that were read count all the same (F80, F81).
+"""Batches that fail in part: what was read or stored counts all the same (F80, F81). And upkeep beside a read.
 
 A read finds a page that cannot be one (wrong length, or its bytes do not move) and removes it. The caller asked for
 pages, not for this: an exception here would turn the hits of the whole batch into errors, which cost their requests
@@ -44,3 +44,14 @@ def part_or_raise(got: Sequence[Got], keys: int, failed: Exception) -> list[Got]
     if Got.HIT not in got:
         raise failed
     return [*got, *[Got.ERROR] * (keys - len(got))]
+
+
+def stored_or_raise(done: Sequence[bool | None], keys: int, failed: Exception) -> list[bool | None]:
+    """What was stored before ``failed``, and None for each other key of ``keys``: those failed.
+
+    Raises:
+        Exception: ``failed`` itself, when not one page was stored: then the store failed, not a page.
+    """
+    if not any(done):
+        raise failed
+    return [*done, *[None] * (keys - len(done))]
