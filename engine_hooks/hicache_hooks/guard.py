@@ -16,7 +16,7 @@ Rules:
 7. While a breaker is not closed its side's traffic is skipped (``guard_watch``); a page that the store promised and
    did not deliver is not promised again for a while (``negative``).
 8. A store that lost all it held is no failing one: what is believed about it is dropped, here and by whoever asked to
-   be told (``on_lost``), and serving goes on (F70, ``guard_epoch``).
+   be told (``on_lost``), and serving goes on (F70, ``guard_beliefs``).
 
 ``_call`` is the one place through which traffic goes to the backend; the guard's own probes go through ``Watch``.
 """
@@ -33,12 +33,11 @@ from hicache_hooks.backends.base import Backend, Got
 from hicache_hooks.breaker import Admit
 from hicache_hooks.deadlines import Call
 from hicache_hooks.describe import describe_exception
+from hicache_hooks.guard_beliefs import Beliefs
 from hicache_hooks.guard_counts import Counts
-from hicache_hooks.guard_epoch import EpochWatch
 from hicache_hooks.guard_results import GOT, check_shape, counted_bytes, errors, is_bool, is_got, is_put, put_errors
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.guard_watch import SIDE, Probe, Watch
-from hicache_hooks.negative import NegativeCache
 from hicache_hooks.signatures import takes
 from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import GuardReport, OpUsage, StoreUsage
@@ -82,15 +81,12 @@ class Guard:
         )
         self._lock = threading.Lock()
         self._counts = Counts()
-        self._epochs = EpochWatch(backend, clock)
+        self._beliefs = Beliefs(name, backend, clock)
         self._watch = Watch(
-            name, settings or GuardSettings(), self._lock, self._counts, clock, probe, self._epochs, threads=threads
+            name, settings or GuardSettings(), self._lock, self._counts, clock, probe, self._beliefs, threads=threads
         )
         self._watch.probe_left = self._close_if_last
-        self._watch.lost_all = self._lost_all
-        self._negative = NegativeCache(clock)
         self._whose: Callable[[], Any] = lambda: None
-        self._tell_lost: Callable[[], None] = lambda: None
         self._bypass = False
         self._closing = False
         self._closed = False
@@ -107,30 +103,13 @@ class Guard:
         self._watch.tell_late = tell
 
     def on_lost(self, tell: Callable[[], None]) -> None:
-        """``tell()`` says that nothing of what was stored may be believed to be there (rule 8). Any thread, the guard's
-        lock is held: it must be short, and must not raise."""
-        self._tell_lost = tell
+        """``tell()`` says that nothing that was stored may be believed to be there (rule 8). Any thread, under the
+        guard's lock: it must be short, and must not raise."""
+        self._beliefs.tell_lost = tell
 
     def learn_epoch(self) -> None:
-        """Ask the store what it holds now, so that a change can be seen. *builder* thread; never raises."""
-        with self._lock:
-            look = self._epochs.begin()
-        seen = None
-        with suppress(BaseException):  # the canary passed: a store that cannot say it is asked again by the watch
-            seen = look()
-        with self._lock:
-            self._epochs.end(seen, self._watch.settings.epoch_s)
-
-    def _lost_all(self) -> None:
-        """*locked*, see ``Watch.lost_all``."""
-        self._negative.clear()
-        self._tell_lost()
-        change = self._epochs.last()
-        if change is not None:
-            log.warning(
-                "backend %s is reachable and lost what it held (epoch %s -> %s, %s): pages are written again",
-                self.name, change.old, change.new, change.how,
-            )  # fmt: skip
+        """See ``Watch.learn_epoch``."""
+        self._watch.learn_epoch()
 
     # -------------------------------------------------------------- traffic
 
@@ -150,11 +129,7 @@ class Guard:
             self._counts.add(
                 "put", hit=hits, miss=len(keys) - hits - failed, error=failed, nbytes=counted_bytes(pages, stored)
             )
-            taken = [key for key, yes in zip(keys, stored, strict=True) if yes]
-            self._negative.forget(taken)
-            look = self._epochs.holds(taken)
-        if look:
-            self._watch.wake()
+            self._beliefs.stored(keys, stored)
         return stored
 
     def batch_get(
@@ -175,13 +150,7 @@ class Guard:
                 error=got.count(Got.ERROR),
                 nbytes=counted_bytes(pages, hits),
             )
-            look = self._epochs.holds([key for key, hit in zip(keys, hits, strict=True) if hit], read=True)
-            if not all(hits):
-                lost = [key for key, hit in zip(keys, hits, strict=True) if not hit]
-                self._negative.add(lost, self._watch.settings.negative_ttl_s)
-                look = self._epochs.missed(lost) or look
-        if look:
-            self._watch.wake()
+            self._beliefs.delivered(keys, hits, self._watch.settings.negative_ttl_s)
         return got
 
     def batch_exists(self, keys: Sequence[str], *, prefix_keys: Sequence[str] | None = None) -> list[bool]:
@@ -192,11 +161,8 @@ class Guard:
             return [False] * len(keys)
         there = [bool(item) for item in done]
         with self._lock:
-            look = not all(there) and self._epochs.missed(key for key, yes in zip(keys, there, strict=True) if not yes)
-            there = self._negative.mask(keys, there)
+            there = self._beliefs.promised(keys, there)
             self._counts.add("exists", hit=there.count(True), miss=there.count(False))
-        if look:
-            self._watch.wake()
         return there
 
     def set_aside(self, key: str, reason: str) -> None:
@@ -207,8 +173,7 @@ class Guard:
             return [True]
 
         with self._lock:
-            self._negative.add([key], self._watch.settings.negative_ttl_s)
-            self._epochs.drop(key)
+            self._beliefs.set_aside(key, self._watch.settings.negative_ttl_s)
         if self._call("set_aside", 1, call, is_bool, always=True) is not None:
             with self._lock:
                 self._counts.add("set_aside", hit=1)
@@ -388,9 +353,7 @@ class Guard:
         self._leave(entered, float(failed is not None), failed)
         with self._lock:
             self._counts.add("clear", hit=deleted, error=failed is not None)
-            self._negative.clear()  # rule 8, by our own hand; of a clear that failed half-way nobody knows what is left
-            self._epochs.reset()
-            self._tell_lost()
+            self._beliefs.emptied()
         if failed is not None:
             said = describe_exception(failed)
             raise PrepareFailed(f"the store could not be cleared: {said}", details={"reason": "clear_failed"})

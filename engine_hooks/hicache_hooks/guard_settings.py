@@ -21,6 +21,7 @@ class GuardSettings:
     hold_max_s: float = 60.0
     negative_ttl_s: float = 30.0  # a page that the store promised and did not deliver is not asked for; 0: no memory
     probe_idle_s: float = 10.0  # no call for so long: the store is probed; 0: never
+    epoch_s: float = 10.0  # between two looks whether the store still holds what it held (F70); 0: never
 
     def breaker(self) -> BreakerSettings:
         """The breaker's part."""
@@ -44,6 +45,7 @@ _BOUNDS: dict[str, tuple[float, float, bool]] = {
     "slow_ratio": (0, 1, False),
     "negative_ttl_s": (0, _MAX_S, True),
     "probe_idle_s": (0, _MAX_S, True),
+    "epoch_s": (0, _MAX_S, True),
 }
 
 

@@ -2,7 +2,8 @@
 
 There are two breakers: ``read`` (get, exists) and ``write`` (put), since a full disk or a read-only mount stops only
 one of them (F62). While a side is not closed its traffic is kept away and the guard probes the store itself, so that
-no request pays for finding out. Without a ``Probe`` one call of traffic at a time is the probe.
+no request pays for finding out. Without a ``Probe`` one call of traffic at a time is the probe. Now and then it looks
+whether the store still holds what it held (``guard_epoch``).
 
 Methods marked *locked* are called with the guard's lock held; the others take it.
 """
@@ -14,7 +15,9 @@ from typing import Any, Protocol
 
 from hicache_hooks.breaker import Admit, Breaker
 from hicache_hooks.deadlines import Call, Deadlines
+from hicache_hooks.guard_beliefs import Beliefs
 from hicache_hooks.guard_counts import Counts
+from hicache_hooks.guard_epoch import Seen
 from hicache_hooks.guard_monitor import Monitor
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_proto.model import GuardReport
@@ -46,6 +49,7 @@ class Watch:
         counts: Counts,
         clock: Callable[[], float],
         probe: Probe | None,
+        beliefs: Beliefs,
         *,
         threads: bool = True,
     ) -> None:
@@ -56,6 +60,8 @@ class Watch:
         self._counts = counts
         self._clock = clock
         self._probe = probe
+        self._beliefs, self._epochs = beliefs, beliefs.epochs
+        beliefs.look_soon = self.wake
         self._threads = threads
         self._deadlines = Deadlines()
         self.breakers = {
@@ -65,6 +71,7 @@ class Watch:
         self._active_at = clock()
         self._idle_probe = False
         self._idle_bad = 0
+        self._look: Callable[[], Seen] = lambda: Seen(-1)
         self._stopped = False
         self.tell_late: Callable[[Any], None] = lambda owner: None
         self.probe_left: Callable[[], None] = lambda: None  # it may have been the last call inside a closing store
@@ -86,8 +93,12 @@ class Watch:
 
     def watch(self, call: Call) -> None:
         """Have its deadline kept."""
+        self.wake(call.deadline)
+
+    def wake(self, at: float | None = None) -> None:
+        """``tick`` has something to do at ``at``, or now."""
         if self._monitor is not None:
-            self._monitor.wake(call.deadline)
+            self._monitor.wake(self._clock() if at is None else at)
 
     def leave(self, call: Call, *, failed: float = 0.0, timed_out: bool = False) -> bool:
         """*locked*: it came back; False when it was given up meanwhile, then its result must not be used.
@@ -96,8 +107,9 @@ class Watch:
         """
         if not self._deadlines.leave(call):
             return False
-        self._active_at = self._clock()
         side = SIDE.get(call.kind)
+        if call.probe != "epoch":  # a look is no use of the store: it must still be probed when nobody uses it (F79)
+            self._active_at = self._clock()
         if side is None or call.probe:
             return True
         self._counts.calls += 1
@@ -114,8 +126,8 @@ class Watch:
 
     def left(self) -> None:
         """After ``leave``, without the lock: a breaker that opened wants its probe."""
-        if self._monitor is not None and not (self.breakers["read"].closed and self.breakers["write"].closed):
-            self._monitor.wake(self._clock())
+        if not (self.breakers["read"].closed and self.breakers["write"].closed):
+            self.wake()
 
     @property
     def probes(self) -> bool:
@@ -154,6 +166,8 @@ class Watch:
         side = call.probe or SIDE.get(call.kind)
         if call.probe == "idle":
             self._idle_ended(False)
+        elif call.probe == "epoch":
+            self._beliefs.looked(None, self.settings.epoch_s)
         elif call.probe or call.permit:
             self.breakers[side or "read"].end_probe(False)
         if call.probe:
@@ -166,13 +180,20 @@ class Watch:
 
     def _due(self, now: float) -> list[str]:
         """Probes to make now, marked as begun."""
-        if self._probe is None or self._stopped or self._deadlines.stuck_probes() >= MAX_STUCK_PROBES:
+        if self._stopped or self._deadlines.stuck_probes() >= MAX_STUCK_PROBES:
             return []
-        due = [side for side, breaker in self.breakers.items() if breaker.begin_probe()]
+        due = [] if self._probe is None else [side for side, one in self.breakers.items() if one.begin_probe()]
         if self._idle_due_s(now) == 0.0:
             self._idle_probe = True
             due.append("idle")
+        if self._epoch_due_s() == 0.0:
+            self._look = self._epochs.begin()
+            due.append("epoch")
         return due
+
+    def _epoch_due_s(self) -> float | None:
+        """A store that does not answer says nothing about what it holds: it is looked at when it is back."""
+        return self._epochs.due_in_s(self.settings.epoch_s) if self.breakers["read"].closed else None
 
     def _idle_due_s(self, now: float) -> float | None:
         idle_s = self.settings.probe_idle_s
@@ -185,7 +206,7 @@ class Watch:
         if self._deadlines.stuck_probes() >= MAX_STUCK_PROBES:
             waits = []  # the first that comes back wakes us
         else:
-            waits.append(self._idle_due_s(now))
+            waits += [self._idle_due_s(now), self._epoch_due_s()]
         deadline = self._deadlines.next_deadline()
         if deadline is not None and deadline != _FOREVER:
             waits.append(max(0.0, deadline - now))
@@ -205,34 +226,38 @@ class Watch:
             thread.start()
         except RuntimeError:
             with self._lock:
-                self._probe_ended(side, False)
+                self._probe_ended(side, None)
 
     def _run_probe(self, side: str) -> None:
-        if self._probe is None:
-            return
         with self._lock:
             if self._stopped:
                 return
             call = self.enter("probe", 0, probe=side)
-            put = self.breakers["write"].closed
+            put, look = self.breakers["write"].closed, self._look
         self.watch(call)
-        ok = False
+        found: bool | Seen | None = None
         try:
-            ok = self._probe.write() if side == "write" else self._probe.read(put)
+            if side == "epoch":
+                found = look()
+            elif self._probe is not None:
+                found = self._probe.write() if side == "write" else self._probe.read(put)
         except BaseException as exc:  # whatever it is, the store is not well
             log.debug("probe of backend %s: %s", self._name, type(exc).__name__)
         with self._lock:
             if self.leave(call):
-                self._probe_ended(side, ok)
+                self._probe_ended(side, found)
         self.probe_left()
-        if self._monitor is not None:
-            self._monitor.wake(self._clock())
+        self.wake()
 
-    def _probe_ended(self, side: str, ok: bool) -> None:
-        if side == "idle":
-            self._idle_ended(ok)
+    def _probe_ended(self, side: str, found: bool | Seen | None) -> None:
+        if side == "epoch":
+            self._beliefs.looked(found if isinstance(found, Seen) else None, self.settings.epoch_s)
+        elif side == "idle":
+            self._idle_ended(found is True)
         else:
-            self.breakers[side].end_probe(ok)
+            self.breakers[side].end_probe(found is True)
+            if side == "read" and self.breakers[side].closed:
+                self._epochs.soon()
 
     def _idle_ended(self, ok: bool) -> None:
         self._idle_probe = False
@@ -241,6 +266,20 @@ class Watch:
         if self._idle_bad >= IDLE_PROBES_TO_OPEN:
             self._idle_bad = 0
             self.breakers["read"].trip("no_answer")
+
+    def learn_epoch(self) -> None:
+        """Ask the store what it holds now, so that a change can be seen. *builder* thread; never raises."""
+        if self._epochs.how != "said":
+            return
+        with self._lock:
+            look = self._epochs.begin()
+        seen = None
+        try:
+            seen = look()
+        except BaseException as exc:  # the canary passed: it is asked again by the monitor
+            log.debug("epoch of backend %s: %s", self._name, type(exc).__name__)
+        with self._lock:
+            self._beliefs.looked(seen, self.settings.epoch_s)
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -280,4 +319,7 @@ class Watch:
             late=len(late),
             stuck=sorted(call.thread for call in late),
             sides=sides,
+            epoch=self._epochs.current,
+            epoch_changes=self._epochs.changes,
+            epoch_change=self._epochs.last(),
         )

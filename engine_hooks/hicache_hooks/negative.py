@@ -41,5 +41,9 @@ class NegativeCache:
         now = self._clock()
         return [yes and self._until.get(key, now) <= now for key, yes in zip(keys, there, strict=True)]
 
+    def clear(self) -> None:
+        """The store is another one now: nothing is known about it."""
+        self._until.clear()
+
     def __len__(self) -> int:
         return len(self._until)

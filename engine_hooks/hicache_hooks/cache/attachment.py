@@ -247,6 +247,7 @@ class StorageAttachment:
         probe = StoreProbe(backend, self._sealer, scratch)
         settings = running.knobs.guard
         guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner, settings=settings, probe=probe))
+        guard.learn_epoch()
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
         undo.callback(_drop_set, made, undo_failed)

@@ -138,6 +138,7 @@ class PagedOperation(Operation):
         super().__init__(number, started, report)
         self._overdue = report
         self.set = set_  # the set it started in: it ends there, also after a swap
+        self.stored_in = set_.id  # what its pages' nodes are marked with; out of date once the store lost all (F70)
         self.io = io
         self.keys: list[str] = []
         self.pages: list[int] = []

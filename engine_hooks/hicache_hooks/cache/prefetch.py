@@ -151,7 +151,7 @@ class Prefetcher:
             skip = have - op.start
             node = s.tree.grow(match.node, op.tokens[have * s.page_size : end * s.page_size])
             node.host = op.pages[skip:n]
-            node.stored_in = op.set.id
+            node.stored_in = op.stored_in
             s.host_ledger.to_tree(op.number, node.host)
             s.tree.set_hashes(node, op.hashes[skip:n])
         return n

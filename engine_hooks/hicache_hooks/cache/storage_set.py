@@ -89,6 +89,7 @@ class StorageSet:
         self._all = (self._reads, self._writes, self._copies_out, self._copies_in)
         if self.guard is not None:
             self.guard.on_late(current_run, _give_up)
+            self.guard.on_lost(self.forget)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -144,6 +145,10 @@ class StorageSet:
             self._closed = True
             # A probe of the guard's own may still be inside: then the last call to leave closes the backend.
             return self.guard is None or self.guard.closed
+
+    def forget(self) -> None:
+        """The store lost all that it held (F70): a new identity, so that no node counts as stored in it any more."""
+        self.id = next(_ids)
 
     # -- settings --------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Writer:
             for node, _ in s.tree.segments(backup.node, n):
                 node.backing = False
                 if outcome == Ended.DONE:
-                    node.stored_in = backup.set.id
+                    node.stored_in = backup.stored_in
         s.stats["stored_pages"] += backup.good
         s.host_ledger.end(backup.number, outcome)
 

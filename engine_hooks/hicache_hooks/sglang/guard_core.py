@@ -302,7 +302,9 @@ class GuardCore:
                 late=self.threads.abandoned + len(self._hung),
                 stuck=sorted(self._waiting[token][2] for token in self._hung),
                 sides=sides,
-                **self._calls,
+                calls=self._calls["calls"],
+                errors=self._calls["errors"],
+                timeouts=self._calls["timeouts"],
             )
 
     def close(self) -> None:
