@@ -26,7 +26,7 @@ class HicacheError(Exception):
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
-    retryable: ClassVar[bool] = False
+    retryable: bool = False  # an error that came over the wire says it by itself
     default_hint: ClassVar[str] = ""
 
     def __init__(
@@ -198,4 +198,6 @@ ERRORS: dict[str, type[HicacheError]] = {
 def from_body(body: ErrorBody) -> HicacheError:
     """The exception for a received error; an unknown code becomes ``internal`` and keeps its message."""
     cls = ERRORS.get(body.code, Internal)
-    return cls(body.message, details=body.details, hint=body.hint, operation_id=body.operation_id)
+    error = cls(body.message, details=body.details, hint=body.hint, operation_id=body.operation_id)
+    error.retryable = body.retryable  # a full disk is ``internal``, and worth another try all the same
+    return error

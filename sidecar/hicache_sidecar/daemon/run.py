@@ -92,6 +92,7 @@ class Daemon:
             stack.callback(lock.release)
             journal = Journal.open(self._settings.state_dir, recover=self._recover, faults=self._faults)
             stack.callback(journal.close)
+            log.log(logging.WARNING if self._recover else logging.INFO, "journal: %s", journal.found)
             http = self._http_sockets()
             for sock in http:
                 stack.callback(sock.close)

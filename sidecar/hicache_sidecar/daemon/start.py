@@ -46,7 +46,8 @@ def _failed(exc: BaseException, notifier: Notifier) -> int:
     refusals = [leaf for leaf in leaves if isinstance(leaf, REFUSALS)]
     if len(refusals) == len(leaves):
         for leaf in refusals:
-            log.error("%s", leaf)
+            hint = leaf.hint if isinstance(leaf, HicacheError) else ""
+            log.error("%s%s", leaf, f"; {hint}" if hint else "")
         notifier.status(f"failed: {refusals[0]}")
     else:
         log.critical("the daemon failed", exc_info=exc)

@@ -4,7 +4,6 @@ No message or detail ever carries record content: records hold secrets (failures
 """
 
 from pathlib import Path
-from typing import ClassVar
 
 from hicache_proto.errors import Internal
 
@@ -51,7 +50,7 @@ class JournalCorrupt(StoreError):
 class JournalFull(StoreError):
     """No space for the record and the outcome that must follow it. Nothing happened; the file is as it was."""
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(

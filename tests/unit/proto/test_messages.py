@@ -48,6 +48,14 @@ def test_an_unknown_code_becomes_internal_and_keeps_its_message() -> None:
     assert (got.message, got.operation_id) == ("something new", "op-2")
 
 
+def test_what_can_be_tried_again_stays_so_on_its_way() -> None:
+    """F6: a full disk is ``internal`` by code, and worth another try; each hop used to make it permanent."""
+    got = errors.from_body(errors.ErrorBody(code="internal", message="the disk is full", retryable=True))
+    assert got.retryable
+    assert got.body().retryable
+    assert not errors.Internal("x").retryable
+
+
 def test_an_error_does_not_share_its_callers_details() -> None:
     details: dict[str, Any] = {"a": 1}
     error = errors.NotIdle("x", details=details)
