@@ -1,6 +1,5 @@
 """A stub rank's connection: hello, heartbeats, reports, answers, and the script that makes it misbehave."""
 
-import contextlib
 import secrets
 import threading
 import time
@@ -151,8 +150,7 @@ class StubLink:
 
     def hello(self) -> None:
         self.session = secrets.token_hex(8)
-        self._beat_at = time.monotonic() + 1.0  # until the welcome: say hello again
-        self.send(
+        sent = self.send(
             RankHello(
                 protocol=self.engine.protocol,
                 engine_id=self.engine.engine_id,
@@ -166,12 +164,18 @@ class StubLink:
                 report=self.report(),
             )
         )
+        # Until the welcome: say hello again; soon, when it found no connection yet.
+        self._beat_at = time.monotonic() + (1.0 if sent else 0.02)
 
-    def send(self, message: HookMessage) -> None:
+    def send(self, message: HookMessage) -> bool:
+        """True when it is under way."""
         if self.socket is None or self.script.muted or self.dead:
-            return
-        with contextlib.suppress(zmq.ZMQError):  # not connected yet: the next hello or heartbeat tries again
+            return True  # nobody is to try again
+        try:
             self.socket.send(encode(message), zmq.DONTWAIT)
+        except zmq.ZMQError:  # not connected yet: the next hello or heartbeat tries again
+            return False
+        return True
 
     def close(self) -> None:
         """As SIGKILL does: no goodbye."""
