@@ -139,6 +139,8 @@ def _print(context: Context, document: dict[str, Any]) -> None:
         context.table(
             ("BACKEND", "ACTION", "SPARES", "RECONNECT", "MODE", "CONFIRM_S", "MIN_STAY_S", "FLAP_LIMIT"), rows
         )
+    else:
+        context.line("no policies: a store that fails stays attached, and its guard turns it into misses")
     steps = (document.get("steps") or [])[-SHOWN_STEPS:]
     if steps:
         context.line()

@@ -67,17 +67,21 @@ def run_status(context: Context, arguments: list[str]) -> int:
 
 
 def _stores(context: Context, stores: dict[str, Any], status: dict[str, Any]) -> None:
-    """One line per store: what was asked of it and what came of it."""
+    """One line per store: what was asked of it and what came of it.
+
+    A page that a look-up did not find is missed as much as one that was found and not delivered.
+    """
     breakers = sorted({r["guard"]["breaker"] for r in status.get("ranks") or [] if r.get("guard")})
     attached = status.get("hicache_storage_backend")
     rows = []
     for name, store in sorted(stores.items()):
-        get, put = ({**store["ops"].get(kind, {})} for kind in ("get", "put"))
+        get, put, exists = ({**store["ops"].get(kind, {})} for kind in ("get", "put", "exists"))
+        missed = get.get("miss", 0) + exists.get("miss", 0)
         failed = sum(counts.get(what, 0) for counts in store["ops"].values() for what in ("error", "timeout"))
         here = name.partition(":")[0] == attached
         rows.append((
-            name, store["lookups"], get.get("hit", 0), get.get("miss", 0), failed, get.get("bytes", 0),
-            put.get("bytes", 0), ",".join(breakers) if here else "-", "yes" if store["write_only"] else "no",
+            name, store["lookups"], get.get("hit", 0), missed, failed, get.get("bytes", 0), put.get("bytes", 0),
+            ",".join(breakers) if here else "-", "yes" if store["write_only"] else "no",
         ))  # fmt: skip
     context.table(
         (
@@ -180,8 +184,14 @@ def run_backends(context: Context, arguments: list[str]) -> int:
 def _print_options(context: Context, backend: dict[str, Any]) -> None:
     schema = backend.get("options_schema")
     properties = schema.get("properties", schema) if isinstance(schema, dict) else {}
+    required = schema.get("required", ()) if isinstance(schema, dict) else ()
     rows = [
-        (name, _type_name(option), option.get("default"), option.get("description"))
+        (
+            name,
+            _type_name(option),
+            "(required)" if name in required else option.get("default"),
+            option.get("description"),
+        )
         for name, option in sorted(properties.items())
         if isinstance(option, dict)
     ]
@@ -195,5 +205,5 @@ def _print_options(context: Context, backend: dict[str, Any]) -> None:
 
 def _type_name(option: dict[str, Any]) -> str:
     """``string|null`` of a JSON schema."""
-    kinds = option.get("anyOf") or [option]
-    return "|".join(str(kind.get("type", "any")) for kind in kinds if isinstance(kind, dict))
+    kinds = [kind for kind in option.get("anyOf") or [option] if isinstance(kind, dict)]
+    return "|".join(str(kind.get("type") or ("string" if "enum" in kind else "any")) for kind in kinds)

@@ -210,6 +210,25 @@ def test_status_prints_aligned_tables(ctl: Any) -> None:
     assert "drift: rank 1 hicache_write_policy" in ran.err
 
 
+def test_status_has_a_line_per_store(ctl: Any) -> None:
+    """F57, F91: read, missed (not found, or found and not delivered), failed, bytes, and whether it was ever read."""
+    stores = {
+        "file": {"lookups": 4, "skipped": {}, "write_only": False, "ops": {
+            "exists": {"hit": 70, "miss": 30, "error": 1}, "get": {"hit": 65, "miss": 5, "timeout": 2, "bytes": 650},
+            "put": {"hit": 9, "bytes": 90}}},
+        "redis:r": {"lookups": 100, "skipped": {}, "write_only": True, "ops": {"put": {"hit": 1, "bytes": 10}}},
+    }  # fmt: skip
+    guard = {"breaker": "half_open"}
+    ranks = [rank | {"guard": guard} for rank in STATUS["ranks"]]
+    ran = ctl("status", answer=STATUS | {"usage_by_backend": stores, "ranks": ranks})
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith(("STORE", "file", "redis:r"))]
+    assert rows == [
+        ["STORE", "REQUESTS", "PAGES_READ", "MISSED", "FAILED", "READ_BYTES", "WRITTEN_BYTES", "BREAKER", "NEVER_READ"],
+        ["file", "4", "65", "35", "3", "650", "90", "half_open", "no"],
+        ["redis:r", "100", "0", "0", "0", "0", "10", "-", "yes"],
+    ]
+
+
 def test_status_without_an_engine_prints_and_exits_6(ctl: Any) -> None:
     down = STATUS | {"state": "engine_down", "ranks": [], "usage": {}, "drift": []}
     ran = ctl("status", answer=down)
@@ -244,6 +263,12 @@ def test_backends_shows_one_with_its_options(ctl: Any) -> None:
     assert "package nixl (extra nixl)" in ran.out
     assert "max_size" not in ran.out
     assert "byte quota" in ctl("backends", "file", answer=listed).out
+    schema: Any = listed["backends"][0]["options_schema"]
+    schema["required"] = ["max_size"]
+    schema["properties"]["direct"] = {"anyOf": [{"type": "boolean"}, {"enum": ["0", "1"]}], "default": False}
+    rows = [line.split() for line in ctl("backends", "file", answer=listed).out.splitlines()]
+    assert ["max_size", "integer", "(required)", "byte", "quota"] in rows
+    assert ["direct", "boolean|string", "no", "-"] in rows
     assert ctl("backends", "nothing", answer=listed).code == 1
 
 

@@ -84,6 +84,8 @@ def test_what_it_prints(ctl: Any) -> None:
     for text in ("on_spare", "breaker open (read: hung)", "next try in  4.2 s", "redis", "file     spare"):
         assert text in ran.out.replace("now   ", "").replace("spare  file", "file     spare"), ran.out
     assert "not checked" in ran.err
+    assert "no policies" not in ran.out
+    assert "no policies: a store that fails stays attached" in ctl("failover", answer={"state": "off"}).out
 
 
 @pytest.mark.parametrize(
