@@ -35,6 +35,22 @@ def test_a_live_change_reaches_the_guard_and_its_undo_too(rig: Attached, tmp_pat
     assert rig.adapter._installed.guard is guard
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_detach_that_is_undone_leaves_the_bypass_as_it_was(rig: Attached, tmp_path: Path, bypass: bool) -> None:
+    """F77: an operation that failed has not switched a store on that was kept away, nor away one that was used."""
+    rig.move(file_target(tmp_path))
+    assert rig.adapter.set_bypass(bypass) is False
+    for target in (TargetState(), file_target(tmp_path / "other")):
+        new = rig.build(target)
+        old = rig.adapter.swap(new)
+        assert not rig.adapter.effective().bypass
+        rig.adapter.swap_back(old)
+        assert rig.adapter.close(new, 5.0) == []
+        assert (rig.adapter.effective().backend, rig.adapter.effective().bypass) == ("file", bypass)
+        assert rig.adapter._installed.guard is not None
+        assert rig.adapter._installed.guard.bypass is bypass
+
+
 def test_the_report_is_there_while_a_store_is(rig: Attached, tmp_path: Path) -> None:
     assert rig.adapter.guard() is None
     rig.move(file_target(tmp_path))
