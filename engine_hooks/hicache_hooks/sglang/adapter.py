@@ -64,7 +64,7 @@ class SglangAdapter:
         self.storage_threads = StorageThreads(self._controller)
         self._live = LiveState(scheduler, self._namespace)
         self._installer = Installer(scheduler, self.storage_threads, self.quarantine)
-        self.has_storage_groups = self._installer.has_groups
+        self.groups = self._installer.groups
         self._backfill = TreeBackfill(scheduler.tree_cache)
         self._builder = BackendBuilder(scheduler, self._namespace)
         self._usage = UsageTotals()

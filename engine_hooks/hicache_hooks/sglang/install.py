@@ -5,9 +5,8 @@ Theory of operation
 
 * Storage off -> on: the engine's own attach, which gets the object that PREPARE built (``handover``).
 * On -> off: the engine's own detach. The object is put aside before, so that the engine does not close it: UNDO needs
-  it back. Its communication groups are put aside too and given to the next attach. Making them is a collective over
-  the world: kept, an UNDO on one rank alone can hang nobody, and the next attach is faster. An attach that fails
-  destroys them, so the world agrees before each COMMIT that all ranks have groups or none has (``world``).
+  it back. Its communication groups are put aside too and given to the next attach (``groups``): making them is a
+  collective, which an UNDO on one rank alone must never enter.
 * On -> on: the object is exchanged with all that the engine's attach derives from it (type string, page functions,
   config, thresholds, the tree's knobs, metrics labels, the engine's view), while its threads wait in their queues:
   0.03 ms instead of stopping and starting four threads. Beliefs about what the old store holds are dropped.
@@ -21,14 +20,14 @@ fail with its threads running. Where that cannot be put back, ``broken`` is told
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from hicache_hooks.cache.config import Running
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.sglang import handover, versions
 from hicache_hooks.sglang.config import engine_text
+from hicache_hooks.sglang.groups import StorageGroups
 from hicache_hooks.sglang.ours import ours
 from hicache_hooks.sglang.parked import Parked
 from hicache_hooks.sglang.threads import StorageThreads
@@ -36,7 +35,6 @@ from hicache_proto.errors import Internal
 
 log = logging.getLogger(__name__)
 
-GROUPS = ("prefetch_hits_sync_groups", "prefetch_completion_sync_groups")
 START_S = 0.2  # a thread that was started is in its queue within a millisecond
 _EXCHANGED = (
     "storage_backend",
@@ -60,7 +58,7 @@ class Installer:
         self._tree = scheduler.tree_cache
         self._controller = scheduler.tree_cache.cache_controller
         self._threads = threads
-        self._kept_groups: list[Any] = []
+        self.groups = StorageGroups(self._controller)
 
     def install(self, new: Parked) -> None:
         """Make ``new`` what runs. Raises: nothing changed."""
@@ -117,7 +115,7 @@ class Installer:
         )
         policies, undo_tree = self._policies(), self._tree_knobs()
         try:
-            with ours(), handover.offer(new.backend), self._known_groups():
+            with ours(), handover.offer(new.backend), self.groups.given():
                 answer = self._scheduler.attach_hicache_storage_wrapped(request)
             if not answer.success:
                 raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
@@ -151,10 +149,8 @@ class Installer:
         if busy:
             raise Internal(f"storage threads are busy: {', '.join(busy)}", details={"reason": "threads_busy"})
         self._threads.repair()  # dead ones: the engine's stop would find nothing to stop, and its attach would refuse
-        backend, groups = controller.storage_backend, [getattr(controller, name) for name in GROUPS]
+        backend, groups = controller.storage_backend, self.groups.take()
         controller.storage_backend = handover.KeepOpen()
-        for name in GROUPS:
-            setattr(controller, name, [])
         answer = None
         try:
             with ours():
@@ -162,11 +158,10 @@ class Installer:
         finally:
             if answer is None or not answer.success:
                 controller.storage_backend = backend
-                for name, group in zip(GROUPS, groups, strict=True):
-                    setattr(controller, name, group)
+                self.groups.put(groups)
                 self._threads.repair()
             else:
-                self._kept_groups = groups
+                self.groups.keep(groups)
         if not answer.success:
             raise Internal(f"the engine refused: {answer.message}", details={"reason": "engine_refused"})
 
@@ -256,25 +251,3 @@ class Installer:
                 setattr(tree, name, value)
 
         return back
-
-    # ------------------------------------------------------------------ groups
-
-    def has_groups(self) -> bool:
-        """True when the next attach makes none: a rank that made some alone would wait for the others for ever."""
-        return any(self._kept_groups) or any(getattr(self._controller, name) for name in GROUPS)
-
-    @contextmanager
-    def _known_groups(self) -> Iterator[None]:
-        """Inside, the engine's attach gets the groups of the last detach, in the order in which it asks for them."""
-        controller, kept = self._controller, list(self._kept_groups)
-        if not kept:
-            yield
-            return
-        made = controller._create_sync_groups
-        controller._create_sync_groups = lambda: kept.pop(0) if kept else made()
-        try:
-            yield
-        finally:
-            del controller._create_sync_groups  # the class's own again
-            if controller.enable_storage or len(kept) < len(self._kept_groups):
-                self._kept_groups = []  # the engine's now, or destroyed by an attach that failed after taking them

@@ -7,6 +7,7 @@ from typing import Any
 from hicache_hooks.hook import RankHook
 from hicache_hooks.sglang import drift, topology, versions
 from hicache_hooks.sglang.adapter import SglangAdapter
+from hicache_hooks.sglang.groups import engine_store
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
 from hicache_hooks.sglang.refusing import RefusingAdapter
@@ -59,11 +60,15 @@ class SchedulerRank:
         self.adapter.held = held.__len__
         if isinstance(self.adapter, SglangAdapter):
             quarantine = self.adapter.quarantine
-            self.world.has_groups = self.adapter.has_storage_groups
+            groups = self.adapter.groups
+            self.world.has_groups, self.world.make_groups = groups.here, groups.make
             self.world.on_split = lambda: quarantine(SPLIT)
+            if self.world.ranks > 1 and not problems:
+                groups.make_at_start(engine_store(), self.world.ranks)
         self.world.bind(scheduler, self._execute)
         problems += drift.install(scheduler, self.hook)
-        self._pulse = Pulse(self._waker, self._wanted, AFTERGLOW_S if self.world.ranks > 1 else 0.0)
+        afterglow_s = AFTERGLOW_S if self.world.ranks > 1 else 0.0
+        self._pulse = Pulse(self._waker, self._wanted, afterglow_s, self._patient)
         self._pulse.start()
         self.hook.agent.start()
         atexit.register(self.hook.close, "the engine stops")
@@ -80,6 +85,11 @@ class SchedulerRank:
         if self.world.ranks > 1 and self.hook.transaction.view.record.phase is not RankPhase.NONE:
             return True
         return self.hook.pending
+
+    def _patient(self) -> bool:
+        """True while backends are built and nothing is to be done here."""
+        phase = self.hook.transaction.view.record.phase
+        return phase in (RankPhase.PREPARING, RankPhase.PREPARED) and not self.hook.pending
 
     def _execute(self, command: WorldCommand) -> None:
         self.hook.execute_injected(command)

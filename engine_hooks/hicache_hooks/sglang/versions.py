@@ -34,6 +34,7 @@ USED = (
         (
             "_generate_storage_config",
             "_create_sync_groups",
+            "_destroy_sync_groups",
             "_generic_page_get",
             "_page_get_zero_copy",
             "prefetch_thread_func",

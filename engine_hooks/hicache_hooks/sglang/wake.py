@@ -6,7 +6,8 @@ milliseconds. A spinning scheduler (the default) needs none of this, and a sched
 
 Only the leader of a world sleeps there; the other ranks wait in its broadcast. So that a rank that is not the leader
 (its builder ended, its lease is over) is not kept waiting, the leader is woken every ``PULSE_S`` while an operation
-is open, and for a while after it: the last answers come from ranks that close a set.
+is open, and for a while after it: the last answers come from ranks that close a set. Where only another rank's slow
+work is waited for, the pauses double up to ``PATIENT_S``: each pass of an idle world is a round of collectives.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.02  # against waits of minutes (PREPARE) and of milliseconds (all the rest)
+PATIENT_S = 0.3  # a backend that takes seconds to build is seen a tenth later
 AFTERGLOW_S = 5.0  # longer than a set may take to close (closer.CLOSE_S)
 
 
@@ -59,10 +61,22 @@ class Waker:
 class Pulse:
     """Wakes the leader again and again while ``wanted`` says so; a thread that waits for ``kick`` otherwise."""
 
-    def __init__(self, waker: Waker, wanted: Callable[[], bool], afterglow_s: float = 0.0) -> None:
-        """``wanted`` is read on the pulse's thread; ``afterglow_s``: how long to go on after it said no."""
+    def __init__(
+        self,
+        waker: Waker,
+        wanted: Callable[[], bool],
+        afterglow_s: float = 0.0,
+        patient: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Both questions are asked on the pulse's thread.
+
+        Args:
+            afterglow_s: how long to go on, ever slower, after ``wanted`` said no.
+            patient: True while nothing is waited for but slow work of another rank.
+        """
         self._waker = waker
         self._wanted = wanted
+        self._patient = patient
         self._afterglow_s = afterglow_s
         self._kicked = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hicache-pulse", daemon=True)
@@ -73,23 +87,30 @@ class Pulse:
             self._thread.start()
 
     def kick(self) -> None:
-        """*any thread*: something was posted."""
+        """*any thread*: something was posted, and the scheduler was woken for it."""
         self._kicked.set()
 
     def _run(self) -> None:
         while True:
             self._kicked.wait()
-            self._kicked.clear()
-            until = time.monotonic() + self._afterglow_s
-            while self._look() or time.monotonic() < until:
-                if self._look():
+            pause_s, until = PULSE_S, 0.0
+            while True:
+                if self._kicked.wait(pause_s):
+                    self._kicked.clear()
+                    pause_s, until = PULSE_S, time.monotonic() + self._afterglow_s
+                    self._kicked.wait(pause_s)  # the kick's own wake-up is out already
+                wanted = self._ask(self._wanted)
+                if wanted:
                     until = time.monotonic() + self._afterglow_s
+                elif time.monotonic() >= until:
+                    break
                 self._waker.wake()
-                time.sleep(PULSE_S)
+                slow = not wanted or self._ask(self._patient)
+                pause_s = min(2 * pause_s, PATIENT_S) if slow else PULSE_S
 
-    def _look(self) -> bool:
+    def _ask(self, question: Callable[[], bool]) -> bool:
         try:
-            return self._wanted()
+            return question()
         except Exception:
             log.exception("the pulse could not look at the operation")
             return False

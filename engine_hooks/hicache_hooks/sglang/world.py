@@ -32,8 +32,9 @@ class HookCommand:
 class BroadcastWorld:
     """``Injector`` over the engine's broadcast. Scheduler thread only.
 
-    An agreement also compares whether the ranks have storage groups (``install``). Where they differ, the next attach
-    would make some on one rank alone and hang the world (F114): nobody switches, and ``on_split`` is called.
+    An agreement also compares whether the ranks have storage groups (``groups``). Where none has any, they are made
+    here, right after the vote, where every rank is known to be. Where they differ, the next attach would make some
+    on one rank alone and hang the world (F114): nobody switches, and ``on_split`` is called.
     """
 
     def __init__(self, *, leader: bool, ranks: int, group: Any = None) -> None:
@@ -42,6 +43,7 @@ class BroadcastWorld:
         self.ranks = ranks
         self._group = group
         self.has_groups: Callable[[], bool] = lambda: False
+        self.make_groups: Callable[[], None] = lambda: None
         self.on_split: Callable[[], None] = lambda: None
         self._execute: Execute | None = None
         self._commands: list[HookCommand] = []
@@ -78,6 +80,13 @@ class BroadcastWorld:
         if not all_have and not none_has:
             self.on_split()
             return False
+        if none_has and all_ok:
+            try:
+                self.make_groups()
+            except Exception:
+                log.exception("storage groups could not be made; this rank does not switch")
+                self.on_split()
+                return False
         return bool(all_ok)
 
     def _handle(self, request: HookCommand) -> None:

@@ -15,7 +15,8 @@ from hicache_hooks.cache.config import Running
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.sglang import handover
 from hicache_hooks.sglang.config import make_config
-from hicache_hooks.sglang.install import GROUPS, Installer
+from hicache_hooks.sglang.groups import GROUPS
+from hicache_hooks.sglang.install import Installer
 from hicache_hooks.sglang.live_state import LiveState
 from hicache_hooks.sglang.ours import is_ours
 from hicache_hooks.sglang.parked import Parked
@@ -54,6 +55,7 @@ class Engine:
     def __init__(self) -> None:
         self.view: dict[str, Any] = {}
         self.made_groups = 0
+        self.destroyed: list[Any] = []
         self.started = self.stopped = 0
         self.fail_attach = ""
         self.fail_late = False  # after the threads run
@@ -92,6 +94,9 @@ class Engine:
     def _create_sync_groups(self) -> list[Any]:
         self.made_groups += 1
         return [f"group {self.made_groups}"]
+
+    def _destroy_sync_groups(self, groups: list[Any]) -> None:
+        self.destroyed += groups
 
     # tree
     def is_write_through_compatible(self) -> bool:
@@ -137,7 +142,9 @@ class Engine:
         self.stopped += 1
         if self.fail_attach:
             return SimpleNamespace(success=False, message=self.fail_attach)
-        assert self.prefetch_hits_sync_groups == [], "the engine would destroy these"
+        for name in GROUPS:
+            self._destroy_sync_groups(getattr(self, name))
+            setattr(self, name, [])
         if hasattr(self.storage_backend, "close"):
             self.storage_backend.close()
         self.storage_backend = self.storage_backend_type = None
@@ -312,7 +319,7 @@ def test_an_attach_that_fails_with_its_threads_running_is_taken_back(engine: Eng
         "timeout",
         False,
     )
-    assert installer.has_groups()  # of the attach that failed: the engine did not destroy them
+    assert installer.groups.here()  # of the attach that failed: the engine did not destroy them
     engine.fail_late = False
     installer.install(parked(store))
     assert engine.made_groups == 2
@@ -343,25 +350,44 @@ def test_a_detach_whose_policies_are_refused_leaves_storage_on(engine: Engine, m
     assert engine.stopped == 0
 
 
-def test_groups_that_a_failed_attach_took_are_not_given_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F114: the engine's attach destroys them when it fails; a rank without says so before the next attach."""
+def test_a_failed_attach_keeps_its_groups(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F114: the engine's attach destroys its groups when it fails; ours it does not, so no rank is without alone."""
     installer, store = Installer(engine, Threads()), Store()  # type: ignore[arg-type]
-    assert not installer.has_groups()
-    installer.install(parked(store))
-    installer.install(parked(None, knobs=OFF))
-    assert installer.has_groups()
+    assert not installer.groups.here()
+    installer.groups.make()
+    assert installer.groups.here()
 
     def attach(self: Engine, request: Any) -> Any:
-        self._create_sync_groups()
+        groups = self._create_sync_groups() + self._create_sync_groups()
+        self._destroy_sync_groups(groups)
         return SimpleNamespace(success=False, message="no thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "attach_hicache_storage_wrapped", attach)
         with pytest.raises(Internal):
             installer.install(parked(store))
-    assert not installer.has_groups()
+    assert installer.groups.here()
     installer.install(parked(store))
-    assert engine.made_groups == 4
+    assert (engine.made_groups, engine.destroyed) == (2, [])
+    assert engine._destroy_sync_groups.__func__ is Engine._destroy_sync_groups  # type: ignore[attr-defined]
+
+
+def test_an_attach_and_a_detach_of_the_engines_own(engine: Engine) -> None:
+    """It makes its own groups beside ours, and ours are not lost; over ours it destroys them, and here() says so."""
+    installer = Installer(engine, Threads())  # type: ignore[arg-type]
+    installer.groups.make()
+    stock = SimpleNamespace(
+        hicache_storage_backend="file", hicache_storage_backend_extra_config_json="{}",
+        hicache_storage_prefetch_policy="timeout", hicache_write_policy="write_through",
+    )  # fmt: skip
+    engine.attach_hicache_storage_wrapped(stock)
+    installer.install(parked(None, knobs=OFF))  # ours, of what the engine attached
+    assert engine.destroyed == ["group 3", "group 4"]
+    installer.install(parked(Store()))
+    assert [getattr(engine, name) for name in GROUPS] == [["group 1"], ["group 2"]]
+    engine.detach_hicache_storage_wrapped(SimpleNamespace())
+    assert engine.destroyed == ["group 3", "group 4", "group 1", "group 2"]
+    assert not installer.groups.here()
 
 
 def test_secrets_do_not_stay_in_the_engines_view(engine: Engine) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 import zmq
 
-from hicache_hooks.sglang.wake import Pulse, Waker
+from hicache_hooks.sglang.wake import PULSE_S, Pulse, Waker
 
 LONG_MS = 10_000
 
@@ -85,3 +85,28 @@ def test_the_pulse_goes_on_while_wanted() -> None:
     while sleeper.poller.poll(100):
         waker.clear()
         assert time.monotonic() < deadline, "the pulse does not end"
+
+
+class Wakes(Waker):
+    """Counts."""
+
+    def __init__(self, enough: int) -> None:
+        super().__init__(Sleeper())
+        self.enough, self.over = enough, threading.Event()
+
+    def wake(self) -> None:
+        self.enough -= 1
+        if self.enough == 0:
+            self.over.set()
+
+
+def test_the_pulse_slows_down_where_only_patience_is_needed() -> None:
+    """Each pass of an idle world is a round of collectives: a backend that takes seconds must not cost hundreds."""
+    passes = 4
+    waker = Wakes(passes)
+    pulse = Pulse(waker, lambda: True, patient=lambda: True)
+    pulse.start()
+    began = time.monotonic()
+    pulse.kick()
+    assert waker.over.wait(LONG_MS / 1000)
+    assert time.monotonic() - began >= PULSE_S * (2**passes - 1) * 0.9
