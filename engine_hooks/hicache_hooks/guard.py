@@ -61,17 +61,20 @@ class Guard:
         *,
         name: str = "",
         inner: str = "",
+        instance: str = "",
         settings: GuardSettings | None = None,
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
         """``backend`` is open and canaried; the guard owns it from now on. ``inner``: the vendor's connector (F75).
+        ``instance``: the operator's name for this store (F92).
 
         ``probe`` looks at the store while its traffic is kept away; ``threads`` False: ``tick`` is called by hand.
         """
         self.name = name
         self.inner = inner
+        self.instance = instance
         self._backend = backend
         self._clock = clock
         self._takes_prefix = frozenset(

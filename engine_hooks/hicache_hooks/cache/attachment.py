@@ -246,7 +246,11 @@ class StorageAttachment:
             log.warning("attach: backend %s does not say what stores its pages (health: inner)", config.backend)
         probe = StoreProbe(backend, self._sealer, scratch)
         settings = running.knobs.guard
-        guard = _step("guard", lambda: Guard(backend, name=config.backend, inner=inner, settings=settings, probe=probe))
+        name, instance = config.backend, config.instance
+        guard = _step(
+            "guard",
+            lambda: Guard(backend, name=name, inner=inner, instance=instance, settings=settings, probe=probe),
+        )
         guard.learn_epoch()
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend

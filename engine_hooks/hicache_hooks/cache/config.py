@@ -22,6 +22,7 @@ from hicache_hooks.backends.options import BackendOptions
 from hicache_hooks.cache.config_redact import redact, secret_fields
 from hicache_hooks.cache.config_source import config_format, read_text
 from hicache_hooks.cache.config_text import bad, kind, parse, safe_name
+from hicache_hooks.cache.instance import INSTANCE, instance_of
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.guard_settings import GUARD_KNOBS, PREFIX, GuardSettings, changed
 from hicache_proto.errors import InvalidConfig
@@ -47,6 +48,7 @@ class ResolvedConfig:
     redacted: str | None  # ``text`` with secrets masked; what status shows
     digest: str  # of backend, options and secrets; not of the live keys, which are compared by value
     namespace: str
+    instance: str = ""  # the operator's name for this store (F92)
 
     def option_values(self) -> dict[str, Any]:
         """The options as plain values, defaults included."""
@@ -94,15 +96,17 @@ def resolve(
         base = replace(policies, guard=current.knobs.guard)
         return Running(kept, _knobs(base, _knob_values(current.knobs), target.knobs))
     values = {} if target.extra_config is None else load(target.extra_config, env)
-    own = {key: value for key, value in values.items() if key not in KEPT_BACK}
+    own = {key: value for key, value in values.items() if key not in KEPT_BACK and key != INSTANCE}
+    instance = instance_of(values)
     options = typed_options(own, spec.options).effective(env)
     config = ResolvedConfig(
         backend=target.backend,
         options=options,
         text=target.extra_config,
         redacted=_shown(target.extra_config, values, spec.options),
-        digest=_digest(target.backend, options, env),
+        digest=_digest(target.backend, options, env, instance),
         namespace=namespace,
+        instance=instance,
     )
     inside = {key: value for key, value in values.items() if key in KEPT_BACK}
     return Running(config, _knobs(policies, inside, target.knobs))
@@ -157,7 +161,7 @@ def typed_options(values: dict[str, Any], options: type[BackendOptions]) -> Back
     known = _names(options)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, [*known, *KEPT_BACK], n=1)
+            near = difflib.get_close_matches(key, [*known, *KEPT_BACK, INSTANCE], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known) or '(none)'}"
             raise bad(f"unknown option {safe_name(key)}{hint}", "unknown_key", suggestion=near[0] if near else None)
     try:
@@ -198,6 +202,7 @@ def _changed_live(was: Knobs, will: Knobs) -> list[str]:
 def _changed_options(was: ResolvedConfig, will: ResolvedConfig) -> list[str]:
     a, b = was.option_values(), will.option_values()
     changed = [key for key in a.keys() | b.keys() if a.get(key) != b.get(key)]
+    changed += [INSTANCE] if was.instance != will.instance else []
     if not changed:  # same paths, other contents, or another namespace
         _, files = secret_fields(type(will.options))
         changed = ["namespace"] if was.namespace != will.namespace else sorted(files)
@@ -301,7 +306,7 @@ def _shown(text: str | None, values: dict[str, Any], options: type[BackendOption
     return redact(text, values, secret_fields(options)[0])
 
 
-def _digest(backend: str, options: BackendOptions, env: Mapping[str, str]) -> str:
+def _digest(backend: str, options: BackendOptions, env: Mapping[str, str], instance: str) -> str:
     """SHA-256 over the canonical effective config; secrets enter through a slow hash."""
     inline, files = secret_fields(type(options))
     values = msgspec.to_builtins(options)
@@ -309,5 +314,6 @@ def _digest(backend: str, options: BackendOptions, env: Mapping[str, str]) -> st
         if values.get(name):
             content = values[name] if name in inline else read_text(values[name], env, "secret file")
             values[name] = hashlib.pbkdf2_hmac("sha256", content.encode(), name.encode(), _SECRET_ROUNDS).hex()
-    canonical = json.dumps({"backend": backend, "options": values}, sort_keys=True, separators=(",", ":"))
+    whole = {"backend": backend, "options": values, **({INSTANCE: instance} if instance else {})}
+    canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -46,7 +46,7 @@ class UsageTotals:
                 self._retire(guard)
 
     def by_store(self) -> dict[str, StoreUsage]:
-        """By the name of the backend and its inner connector (F75)."""
+        """By ``backend[@instance][:inner connector]`` (F75, F92)."""
         with self._lock:
             return stores([self._past, *({self._name(guard): _use(guard)} for guard in self._live)])
 
@@ -64,13 +64,14 @@ class UsageTotals:
             self._past = stores([self._past, {self._name(guard): _use(guard)}])
 
     def _name(self, guard: Counted) -> str:
-        name = re.sub(r"[^A-Za-z0-9_.:-]", "_", _title(guard))[:64]
+        name = re.sub(r"[^A-Za-z0-9_.:@-]", "_", _title(guard))[:64]
         return name if name in self._past or len(self._past) < MAX_STORES else OTHERS
 
 
 def _title(guard: Counted) -> str:
     if isinstance(guard, Guard):
-        return f"{guard.name}:{guard.inner}" if guard.inner else guard.name
+        named = f"{guard.name}@{guard.instance}" if guard.instance else guard.name
+        return f"{named}:{guard.inner}" if guard.inner else named
     report: GuardReport | None = getattr(guard, "guard_report", lambda: None)()
     return report.name if report is not None else "store"
 

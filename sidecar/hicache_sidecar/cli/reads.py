@@ -1,5 +1,6 @@
 """Commands that only look: status, idle, ranks, backends."""
 
+import re
 from typing import Any
 
 from hicache_sidecar.cli.arguments import parse, parser
@@ -78,7 +79,7 @@ def _stores(context: Context, stores: dict[str, Any], status: dict[str, Any]) ->
         get, put, exists = ({**store["ops"].get(kind, {})} for kind in ("get", "put", "exists"))
         missed = get.get("miss", 0) + exists.get("miss", 0)
         failed = sum(counts.get(what, 0) for counts in store["ops"].values() for what in ("error", "timeout"))
-        here = name.partition(":")[0] == attached
+        here = re.split("[@:]", name)[0] == attached
         rows.append((
             name, store["lookups"], get.get("hit", 0), missed, failed, get.get("bytes", 0), put.get("bytes", 0),
             ",".join(breakers) if here else "-", "yes" if store["write_only"] else "no",

@@ -9,6 +9,7 @@ from tests.unit.embedded.engines import text
 from tests.unit.embedded.test_adapter import Attached, file_target
 
 from hicache_hooks.cache.attachment import LiveChange
+from hicache_hooks.embedded.usage import MAX_STORES, OTHERS
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_proto.model import TargetState
 from hicache_proto.usage import MIN_LOOKUPS
@@ -77,6 +78,29 @@ def test_use_is_counted_by_store_and_outlives_it(rig: Attached, tmp_path: Path) 
     assert sum(used.ops["get"].latency.buckets) == used.ops["get"].latency.count > 0
     assert (used.lookups, used.write_only) == (2, False)
     assert rig.adapter.usage() == used.ops
+
+
+def test_two_stores_of_one_kind_are_told_apart_by_their_instance(rig: Attached, tmp_path: Path) -> None:
+    """F92: the operator's name is a line of its own; a new one is another store, and their number is capped."""
+    for name in ("a", "b"):
+        rig.move(file_target(tmp_path / name, instance=name))
+        rig.engine.generate(text(1, 100))
+        rig.engine.idle()
+    assert rig.engine.flush().ok
+    rig.engine.generate(text(1, 100))
+    rig.engine.idle()
+    used = rig.adapter.stores()
+    assert sorted(used) == ["file@a", "file@b"]
+    assert (used["file@a"].ops["get"].hit, used["file@b"].ops["get"].hit) == (0, 6)
+    guard = rig.adapter.guard()
+    assert guard is not None
+    assert guard.name == "file", "policies are by backend"
+    plan = rig.adapter.validate(file_target(tmp_path / "b", instance="c"), mode="strict", swap=False)
+    assert (plan.relation, plan.changed_keys) == ("swap", ["instance"])
+    for i in range(MAX_STORES):
+        rig.move(file_target(tmp_path / "many", instance=f"n{i}"))
+    assert len(rig.adapter.stores()) == MAX_STORES + 1
+    assert OTHERS in rig.adapter.stores()
 
 
 def test_a_store_that_is_written_and_never_read_is_noticed(rig: Attached, tmp_path: Path) -> None:
