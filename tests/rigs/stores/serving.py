@@ -42,6 +42,7 @@ class Serving:
     engine: Engine
     client: Client
     plain: Engine | None = None
+    socket: str = ""  # the sidecar's, for a second client
 
     def attach(self, **knobs: Any) -> None:
         """Attach the stand's store. Requests wait for what it has, so that a hit depends on no race; a short threshold,
@@ -63,8 +64,8 @@ class Serving:
         assert rank.guard is not None
         return rank.guard
 
-    def ttft_ratio(self, texts: list[str]) -> float:
-        """Time to the first token beside the engine without a store: medians of pairs, asked in turn."""
+    def first_tokens(self, texts: list[str]) -> tuple[float, float]:
+        """Seconds to the first token, here and on the engine without a store: medians of pairs, asked in turn."""
         assert self.plain is not None
         both: dict[str, list[float]] = {"stored": [], "plain": []}
         for i, text in enumerate(texts):
@@ -73,7 +74,7 @@ class Serving:
                 began = time.perf_counter()
                 engine.generate(text, 1)
                 both[name].append(time.perf_counter() - began)
-        return statistics.median(both["stored"]) / statistics.median(both["plain"])
+        return statistics.median(both["stored"]), statistics.median(both["plain"])
 
 
 def guard_knobs() -> dict[str, Any]:
@@ -90,4 +91,4 @@ def serving(stand: Stand, root: Path, *, plain: bool = False) -> Iterator[Servin
         engine = processes.engine(sidecar, *FLAGS, **stand.env())
         other = processes.engine(None, *FLAGS) if plain else None
         client = stack.enter_context(Client.connect(sidecar.socket))
-        yield Serving(stand, engine, client, other)
+        yield Serving(stand, engine, client, other, sidecar.socket)
