@@ -229,6 +229,15 @@ class BK:
             raise RuntimeError("used after close")
 
 
+class EpochBK(BK):
+    """Says which epoch it is in (F70)."""
+
+    def epoch(self) -> str:
+        self._enter("epoch")
+        self._require_open()
+        return str(self.rig_.epoch)
+
+
 class RegisteringBK(BK):
     """Needs the pools registered."""
 

@@ -26,6 +26,7 @@ from hicache_proto.model import (
     BreakerReport,
     Capabilities,
     EffectiveState,
+    EpochChange,
     GuardReport,
     IdleReport,
     Plan,
@@ -61,6 +62,7 @@ class Script:
     clear_error: HicacheError | None = None
     validate_error: HicacheError | None = None
     sick: dict[str, str] = field(default_factory=dict)  # breaker state by backend; "open" fails its PREPARE as well
+    epoch_change: EpochChange | None = None  # the attached store was found emptied
 
 
 class Launch(Protocol):
@@ -127,7 +129,7 @@ class StubLink:
                     raise AttributeError(name)
                 setattr(self.script, name, value)
             self._after_change()
-            if "sick" in changes:
+            if changes.keys() & {"sick", "epoch_change"}:
                 self.heartbeat()
             done.set()
 
@@ -210,7 +212,9 @@ class StubLink:
         breaker = self.script.sick.get(backend, "closed")
         reason = "" if breaker == "closed" else "errors"
         sides = {"read": BreakerReport(state=breaker, reason=reason), "write": BreakerReport()}
-        return GuardReport(name=backend, breaker=breaker, reason=reason, sides=sides)
+        return GuardReport(
+            name=backend, breaker=breaker, reason=reason, sides=sides, epoch_change=self.script.epoch_change
+        )
 
     def _held(self) -> bool:
         return self.rec.phase in (RankPhase.DRAINING, RankPhase.FROZEN) or (

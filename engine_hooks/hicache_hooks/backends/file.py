@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 
 from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.file_epoch import EpochFile
 from hicache_hooks.backends.file_paths import DIR_MODE, FILE_MODE, StorePaths, TempArea, page_files, safe
 from hicache_hooks.backends.free_space import FULL, FreeSpace
 from hicache_hooks.backends.options import BackendOptions, StoreFacts, invalid, parse_size
@@ -92,6 +93,7 @@ class FileStore:
         self._temp = TempArea(self._paths.tmp)
         self._quota = Quota(self._paths, self._temp, max_size, options.eviction_ratio)
         self._space = FreeSpace(root, floor)
+        self._epoch = EpochFile(self._paths, self._temp, self._recover)
         self._open = False
         self._upkeep = threading.Lock()
 
@@ -303,7 +305,13 @@ class FileStore:
         self._quota.removed(freed)
         if stuck:
             raise OSError(f"{stuck} pages could not be deleted, {gone} were")
+        self._epoch.renew()
         return gone
+
+    def epoch(self) -> str:
+        """See ``Backend``. Raises OSError when the directory cannot be used."""
+        self._usable()
+        return self._epoch.name()
 
     def health(self) -> dict[str, Any]:
         """Facts for status.

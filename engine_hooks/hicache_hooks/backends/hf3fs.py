@@ -61,6 +61,7 @@ class Hf3fsStore:
         self._index: IndexFile | None = None
         self._slots = Slots(0)
         self._clients: Clients | None = None
+        self._epoch = 0  # times that the file was found emptied
 
     def open(self) -> None:
         """Claim a file, read its index, register it with the ring.
@@ -319,6 +320,21 @@ class Hf3fsStore:
         """Forget every page of this rank's file, which holds this namespace alone (F68)."""
         with self._state.inside():
             return self._remove(self._parts()[0], None)
+
+    def epoch(self) -> str:
+        """See ``Backend``: the file, and how often it lost its header under us, and with it every page.
+
+        Raises:
+            OSError: the file cannot be used. ForeignFile: it holds something else now.
+        """
+        with self._state.inside():
+            index, _ = self._parts()
+            if not index.intact():
+                os.ftruncate(self._fd, self._size)
+                self._remove(index, None)
+                index.prepare()
+                self._epoch += 1
+            return f"{os.fstat(self._fd).st_ino}.{self._epoch}"
 
     def health(self) -> dict[str, Any]:
         """Facts for status.

@@ -62,6 +62,10 @@ class IndexFile:
         _write_all(self._fd, self._head.ljust(BLOCK, b"\0"), 0)
         return False
 
+    def intact(self) -> bool:
+        """False when the header is not what ``prepare`` left."""
+        return os.pread(self._fd, len(self._head), 0) == self._head
+
     def load(self) -> list[tuple[int, bytes, int]]:
         """Every good entry as (sequence, key, slot), oldest first."""
         found = []

@@ -52,6 +52,8 @@ class NixlStore:
             if files
             else NixlObjects(options, context, self._transfers, secrets)
         )
+        if isinstance(self._store, NixlFiles):  # of objects the guard infers it
+            self.epoch = self._file_epoch
 
     def open(self) -> None:
         """Make the agent and the store.
@@ -122,6 +124,11 @@ class NixlStore:
         self._usable()
         facts = {"inner": self._inner, "in_flight_cap": self._transfers.cap, "agents_rebuilt": self._transfers.rebuilt}
         return facts | self._store.health()
+
+    def _file_epoch(self) -> str:
+        """See ``Backend.epoch``."""
+        self._usable()
+        return self._store.epoch() if isinstance(self._store, NixlFiles) else ""
 
 
 def _mode(options: NixlOptions) -> str:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from hicache_hooks.backends.base import Got, StoreContext
+from hicache_hooks.backends.file_epoch import EpochFile
 from hicache_hooks.backends.file_paths import DIR_MODE, FILE_MODE, StorePaths, TempArea, page_files, safe
 from hicache_hooks.backends.free_space import FULL, FreeSpace
 from hicache_hooks.backends.nixl_agent import TransferFailed, Transfers, address_of
@@ -36,6 +37,12 @@ class _Directory:
         self.space = FreeSpace(root, 0)
         self.direct = False
         self.direct_reason = ""
+        self.epoch = EpochFile(self.paths, self.temp, self.recover)
+
+    def recover(self) -> None:
+        """Somebody removed our directories: make them again."""
+        self.paths.make()
+        self.temp.remake()
 
     def open(self, want_direct: bool) -> None:
         self.paths.make()
@@ -135,7 +142,7 @@ class NixlFiles:
         try:
             room = item.space.room(len(keys), self._page_bytes)
         except FileNotFoundError:
-            self._recover(item)
+            item.recover()
             room = item.space.room(len(keys), self._page_bytes)
         done: dict[str, bool | None] = {}
         failed: OSError | None = None
@@ -178,7 +185,7 @@ class NixlFiles:
         try:
             fd = os.open(name, flags, FILE_MODE)
         except FileNotFoundError:
-            self._recover(item)
+            item.recover()
             name = item.temp.name()
             fd = os.open(name, flags, FILE_MODE)
         stack.callback(os.close, fd)
@@ -301,7 +308,13 @@ class NixlFiles:
                     stuck += 1
         if stuck:
             raise OSError(f"{stuck} pages could not be deleted, {gone} were")
+        for item in self._dirs:
+            item.epoch.renew()
         return gone
+
+    def epoch(self) -> str:
+        """See ``Backend``: one directory that was emptied makes another store. Raises OSError as ``health``."""
+        return ",".join(item.epoch.name() for item in self._dirs)
 
     def health(self) -> dict[str, Any]:
         """Raises OSError when a directory is gone."""
@@ -340,12 +353,6 @@ class NixlFiles:
         with suppress(OSError):
             os.utime(self._directory(key).paths.page(key), follow_symlinks=False)
         return True
-
-    @staticmethod
-    def _recover(item: _Directory) -> None:
-        """Somebody removed our directories: make them again."""
-        item.paths.make()
-        item.temp.remake()
 
 
 @functools.cache

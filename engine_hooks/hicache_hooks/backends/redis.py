@@ -8,6 +8,7 @@ in spite of a time-out of 2 s. A cluster is not supported: the keys of a batch m
 import importlib.metadata
 import importlib.util
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
@@ -27,6 +28,8 @@ Seconds = Annotated[int, msgspec.Meta(ge=1)]
 
 MIN_VERSION = 6
 PREFIX = "hicache:"
+MARKER = "hicache-epoch:"  # + namespace; no page's prefix, so clear does not take it
+_EMPTYING = ("cmdstat_flushall", "cmdstat_flushdb", "cmdstat_swapdb")
 BATCH_BYTES = 16 << 20  # of one pipeline or MGET: bounds what client and server hold at once
 SCAN_COUNT = 1000
 MAX_VALUE = 512 << 20  # Redis's own limit of a string
@@ -103,6 +106,9 @@ class RedisStore:
         self._tidy = Upkeep("redis")
         self._client: Any = None
         self._redis: Any = None
+        self._marker = f"{MARKER}{context.namespace}"
+        self._epoch = ""
+        self._lived: tuple[str, int] | None = None  # the server's life when the marker was last there
 
     def open(self) -> None:
         """Connect.
@@ -216,6 +222,8 @@ class RedisStore:
         for names in self._scan():
             if names:
                 gone += self._ask(_call("unlink", *names))
+        self._epoch = secrets.token_hex(8)
+        self._ask(lambda r: r.set(self._marker, self._epoch))  # other engines must see it too
         return gone
 
     def _scan(self) -> Iterator[list[bytes]]:
@@ -240,6 +248,25 @@ class RedisStore:
             "no_space": "maxmemory" if limit and used + self._page_bytes > limit else None,
             "ttl_s": self._options.ttl_s,
         }
+
+    def epoch(self) -> str:
+        """See ``Backend``: a marker beside the pages, which a server that restarts with its data brings back.
+
+        A marker that is gone while the server neither restarted nor was flushed was evicted alone, and is put back.
+
+        Raises:
+            OSError: the server failed, or takes no marker.
+        """
+        server, stats = self._ask(lambda r: (r.info("server"), r.info("commandstats")))
+        lived = str(server.get("run_id")), sum(int(stats[name]["calls"]) for name in _EMPTYING if name in stats)
+        found = self._ask(lambda r: r.get(self._marker))
+        if found is None:
+            alone = self._epoch and lived == self._lived
+            made = self._epoch if alone else secrets.token_hex(8)
+            self._ask(lambda r: r.set(self._marker, made, nx=True))  # another engine may have been first
+            found = self._ask(lambda r: r.get(self._marker)) or b""
+        self._epoch, self._lived = found.decode("ascii", "replace"), lived
+        return self._epoch
 
     # ------------------------------------------------------------ asking
 

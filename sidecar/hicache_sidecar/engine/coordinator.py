@@ -36,6 +36,7 @@ from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.direct import Direct
+from hicache_sidecar.engine.epochs import StoreEpochs
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.failover import FailoverDriver
 from hicache_sidecar.engine.failover_api import document as failover_document
@@ -69,6 +70,7 @@ class Coordinator:
         self.past = Past(ctx, self.changes)
         self.restart = Restart(ctx, self.changes)
         self.failover = FailoverDriver(ctx, self.changes, self.direct)
+        self.epochs = StoreEpochs(ctx.registry, ctx.hub)
         ctx.registry.on_session.append(self._show_session)
         ctx.registry.on_notice.append(self._show_notice)
 

@@ -23,6 +23,7 @@ from hicache_sidecar.engine.operation import Job, desired_document
 from hicache_sidecar.engine.registry import Registry, Session
 
 DRAIN_HOLD = "drain"  # the name of the manual hold
+NEWS_S = 600.0  # how long a store that was found emptied is a warning; the rank's guard shows it for good
 _PHASES = (RankPhase.PREPARING, RankPhase.PREPARED, RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
 
 
@@ -134,6 +135,12 @@ def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) 
             said.append(
                 f"rank {session.rank}: the breaker of {guard.name} is {guard.breaker} for {guard.opened_for_s:.0f} s "
                 f"({guard.reason}); what it holds back is recomputed"
+            )
+        if guard is not None and guard.epoch_change is not None and guard.epoch_change.ago_s < NEWS_S:
+            change = guard.epoch_change
+            said.append(
+                f"store_epoch_changed: rank {session.rank}: {guard.name} lost what it held {change.ago_s:.0f} s ago "
+                f"(epoch {change.old} -> {change.new}, {change.how}); pages are written again at their next use"
             )
         stuck = stuck_threads(session.report)
         if stuck:

@@ -56,6 +56,10 @@ class GuardMetrics:
             [(rank, guard.late) for rank, guard in guards.items()],
         )  # fmt: skip
         yield (
+            "gauge", "hicache_storage_epoch_changes", "Times that the attached store was found emptied", ("rank",),
+            [(rank, guard.epoch_changes) for rank, guard in guards.items()],
+        )  # fmt: skip
+        yield (
             "gauge", "hicache_storage_write_only", "1 when written, often looked up and never read", ("rank", "store"),
             [((*rank, name[:64]), store.write_only) for rank, r in reports.items() for name, store in r.stores.items()],
         )  # fmt: skip

@@ -52,13 +52,14 @@ def both() -> tuple[Metrics, FakeCoordinator]:
 def test_breakers_and_hanging_calls(both: tuple[Metrics, FakeCoordinator]) -> None:
     """F69, F39."""
     metrics, coordinator = both
-    reported(coordinator, guard=guard("open", late=2))
+    reported(coordinator, guard=guard("open", late=2, epoch_changes=3))
     values = scrape(metrics, coordinator)
     assert values["hicache_breaker_state"] == {
         (("rank", "0"), ("side", "read")): 2, (("rank", "0"), ("side", "write")): 0,
     }  # fmt: skip
     assert values["hicache_breaker_openings"][("rank", "0"), ("side", "read")] == 3
     assert values["hicache_storage_late_calls"][("rank", "0"),] == 2
+    assert values["hicache_storage_epoch_changes"][("rank", "0"),] == 3
 
 
 def test_two_stores_of_one_kind_are_two_series(both: tuple[Metrics, FakeCoordinator]) -> None:
