@@ -5,6 +5,7 @@ unit ($RUNTIME_DIRECTORY, $STATE_DIRECTORY). An unknown key is an error wherever
 """
 
 import difflib
+import os
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from hicache_sidecar.core.explain import explain
 from hicache_sidecar.daemon.settings import Settings, seconds_of, split_address
 
 PREFIX = "HICACHE_SIDECAR_"
@@ -52,7 +54,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
     try:
         settings = msgspec.convert(merged, Settings)
     except msgspec.ValidationError as exc:
-        raise ConfigError(str(exc).replace("$.", "").replace("`$`", "the configuration")) from None
+        text, _ = explain(exc, Settings)
+        raise ConfigError(text.replace("$.", "").replace("`$`", "the configuration")) from None
     _check(settings)
     return settings
 
@@ -62,7 +65,7 @@ def _check(settings: Settings) -> None:
     for key in ("runtime_dir", "state_dir"):
         if not Path(getattr(settings, key)).is_absolute():
             raise ConfigError(f"{key} must be an absolute path")
-    if settings.runtime_dir == settings.state_dir:
+    if os.path.realpath(settings.runtime_dir) == os.path.realpath(settings.state_dir):
         raise ConfigError("runtime_dir and state_dir must differ")
     if settings.http.listen:
         try:

@@ -26,7 +26,7 @@ from hicache_sidecar.core.service import Service
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.server.outbox import Outbox
 from hicache_sidecar.server.reader import FrameReader
-from hicache_sidecar.server.replies import refusal
+from hicache_sidecar.server.replies import invalid, refusal
 
 log = logging.getLogger("hicache.server")
 
@@ -149,7 +149,7 @@ class Connection:
         except msgspec.MsgspecError:
             raise exc from None
         self._counters.add("hicache_control_dropped_frames", "invalid_request")
-        await self._outbox.put(control.Error(id=ident, error=refusal(exc, self._counters, "socket")))
+        await self._outbox.put(control.Error(id=ident, error=invalid(exc, control.Request).body()))
 
     def _drop(self, exc: HicacheError | msgspec.MsgspecError) -> None:
         body = refusal(exc, self._counters, "socket")

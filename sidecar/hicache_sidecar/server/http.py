@@ -27,7 +27,7 @@ from hicache_sidecar.server import openapi, sse
 from hicache_sidecar.server.auth import Tokens
 from hicache_sidecar.server.bodies import Health
 from hicache_sidecar.server.hosts import Hosts
-from hicache_sidecar.server.replies import refusal, retry_after_s, status_of
+from hicache_sidecar.server.replies import invalid, refusal, retry_after_s, status_of
 from hicache_sidecar.server.routes import ROUTES, Parts, Route, parse_if_match, parse_request_id
 
 log = logging.getLogger("hicache.server")
@@ -200,7 +200,10 @@ def _query(route: Route, request: Request) -> Any:
     values = dict(items)
     if len(values) != len(items):
         raise InvalidRequest("a query parameter is given twice")
-    return msgspec.convert(values, route.query, strict=False)
+    try:
+        return msgspec.convert(values, route.query, strict=False)
+    except msgspec.ValidationError as exc:
+        raise invalid(exc, route.query) from None
 
 
 def _body(route: Route, raw: bytes) -> Any:
@@ -214,6 +217,8 @@ def _body(route: Route, raw: bytes) -> Any:
         raw = b"{}"
     try:
         return msgspec.json.decode(raw, type=route.body)
+    except msgspec.ValidationError as exc:
+        raise invalid(exc, route.body) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
 

@@ -6,10 +6,12 @@ client reads ``internal`` with a reference to find it by, never the text of the 
 
 import logging
 import secrets
+from typing import Any
 
 import msgspec
 
 from hicache_proto.errors import ERRORS, ErrorBody, HicacheError, Internal, InvalidRequest
+from hicache_sidecar.core.explain import explain
 from hicache_sidecar.obs.counters import Counters
 
 log = logging.getLogger("hicache.server")
@@ -39,6 +41,12 @@ def refusal(exc: Exception, counters: Counters, where: str) -> ErrorBody:
         details={"reason": "unhandled", "reference": reference},
         hint=f"look for {reference} in the sidecar's log",
     ).body()
+
+
+def invalid(exc: msgspec.ValidationError, decoded: Any) -> InvalidRequest:
+    """The refusal for a request of a wrong shape; ``decoded`` is the type that was asked for (F60)."""
+    text, details = explain(exc, decoded)
+    return InvalidRequest(f"invalid request: {text}", details=details)
 
 
 def status_of(body: ErrorBody) -> int:

@@ -112,7 +112,7 @@ ROUTES: tuple[Route, ...] = (
     _api("GET", "/hicache/idle", api.IdleRequest, api.IdleDocument, "Every counter of every rank"),
     _api("GET", "/hicache/ranks", api.RanksRequest, api.RanksDocument, "Ranks with capabilities"),
     _api("GET", "/hicache/backends", api.BackendsRequest, api.BackendsDocument, "Known backends and their options"),
-    _api("GET", "/hicache/operations", api.OperationsRequest, api.OperationsDocument, "Operations, newest first"),
+    _api("GET", "/hicache/operations", api.OperationsRequest, api.OperationsDocument, "Operations, newest last"),
     _api("GET", "/hicache/operations/{id}", api.OperationsRequest, api.OperationDocument, "One operation",
          build=_by_id(api.OperationsRequest)),
     _api("DELETE", "/hicache/operations/{id}", api.CancelRequest, api.OperationDocument, "Cancel; state restored",

@@ -133,3 +133,21 @@ def test_durations_and_addresses() -> None:
     assert [seconds_of(v) for v in (5, "5", "x", None)] == [5, "5", "x", None]
     assert split_address("[::1]:1") == ("::1", 1)
     assert split_address("host:0") == ("host", 0)
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones(tmp_path: Path) -> None:
+    """F60: roles, levels and formats are few; the refusal lists them."""
+    for text, words in (
+        ("[access.users]\nroot = 'king'", "one of admin, operator, viewer"),
+        ("[log]\nlevel = 'loud'", "one of debug, error, info, warning"),
+        ("on_engine_restart = 'never'", "one of leave, reattach"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(text, tmp_path)
+
+
+def test_one_directory_under_two_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for other in (f"{tmp_path}/x/..", f"{tmp_path}/link", f"{tmp_path}/"):
+        with pytest.raises(ConfigError, match="must differ"):
+            load({"runtime_dir": str(tmp_path), "state_dir": other}, {})
