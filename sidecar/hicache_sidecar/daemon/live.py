@@ -6,17 +6,18 @@ used changes nothing.
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from hicache_sidecar.daemon.config import ConfigError
-from hicache_sidecar.daemon.settings import Settings
+from hicache_sidecar.daemon.settings import Settings, split_address
 from hicache_sidecar.obs import logging as obs_logging
-from hicache_sidecar.server.actors import Access, parse_access
+from hicache_sidecar.server.actors import Access, gid_of, parse_access, uid_of
 from hicache_sidecar.server.auth import TokenError, Tokens
-from hicache_sidecar.server.hosts import Hosts
+from hicache_sidecar.server.hosts import Hosts, is_loopback
 
 log = logging.getLogger("hicache.daemon")
 
@@ -70,6 +71,34 @@ def resolve(settings: Settings) -> tuple[Access, Tokens, Hosts]:
         Path(credentials) if credentials else None,
     )
     return access, tokens, Hosts(settings.http.allowed_hosts)
+
+
+def check(settings: Settings) -> None:
+    """What ``--check`` asks beyond the file: that users, groups, tokens and the address would do at a start.
+
+    Raises:
+        ConfigError, TokenError: a start would be refused.
+    """
+    _, tokens, _ = resolve(settings)
+    for key, find, names in (
+        ("control.group", gid_of, [settings.control.group]),
+        ("hooks.group", gid_of, [settings.hooks.group]),
+        ("hooks.users", uid_of, settings.hooks.users),
+    ):
+        try:
+            for name in names:
+                if name:
+                    find(name)
+        except ValueError as exc:
+            raise ConfigError(f"{key}: {exc}") from None
+    if settings.http.listen and not tokens.required:
+        host, port = split_address(settings.http.listen)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as exc:
+            raise ConfigError(f"http.listen {host}: {exc.strerror or exc}") from None
+        if not all(is_loopback(str(entry[4][0])) for entry in found):
+            raise ConfigError(f"http.listen {host} can be reached from other hosts: set http.token_file")
 
 
 def _path(text: str | None) -> Path | None:

@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(settings: Settings) -> int:
-    """What needs more than the file: users, groups and token files exist."""
-    from hicache_sidecar.daemon.live import resolve
+    """What needs more than the file: users, groups and token files exist, and the address may be served."""
+    from hicache_sidecar.daemon.live import check
     from hicache_sidecar.server.auth import TokenError
 
     try:
-        resolve(settings)
+        check(settings)
     except TokenError as exc:
         raise config.ConfigError(str(exc)) from None
     print("hicache-sidecar: the configuration is good")

@@ -32,14 +32,17 @@ def read_token(path: Path) -> str:
     """The token in a file: one line, surrounding white space ignored.
 
     Raises:
-        TokenError: unreadable, empty, more than one line, not printable ASCII, or writable by others.
+        TokenError: unreadable, no regular file, empty, more than one line, not printable ASCII, or writable by others.
     """
     try:
-        with path.open("rb") as file:
+        # Not blocking: opening a pipe that nobody writes would hold up the start for ever, and a reload the loop.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(MAX_TOKEN_FILE_BYTES + 1)
+            raw = file.read(MAX_TOKEN_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""
     except OSError as exc:
         raise TokenError(f"token file {path} cannot be read: {exc.strerror}") from exc
+    if not stat.S_ISREG(mode):
+        raise TokenError(f"token file {path} is not a regular file")
     if mode & stat.S_IWOTH:
         raise TokenError(f"token file {path} can be written by everybody: chmod o-w it")
     if mode & stat.S_IROTH:

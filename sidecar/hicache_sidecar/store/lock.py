@@ -72,4 +72,7 @@ def _prepare(path: Path) -> None:
             raise StateDirUnsafe(
                 path, f"mode {stat.S_IMODE(info.st_mode):04o} lets others in, and it holds other files"
             )
-        path.chmod(0o700)
+        try:
+            path.chmod(0o700)
+        except OSError as exc:
+            raise StateDirUnsafe(path, f"mode cannot be set to 0700: {exc.strerror}") from exc

@@ -127,6 +127,10 @@ def test_check_validates_and_exits(tmp_path: Path) -> None:
     for text, words in (
         ("[access.users]\nnobody-here = 'viewer'", "no user"),
         ("[http]\ntoken_file = '/none'", "token"),
+        ("[hooks]\nusers = ['nobody-here']", "hooks.users: no user"),
+        ("[hooks]\ngroup = 'nobody-here'", "hooks.group: no group"),
+        ("[control]\ngroup = 'nobody-here'", "control.group: no group"),
+        ("[http]\nlisten = '0.0.0.0:30099'", "set http.token_file"),
     ):
         good.write_text(text)
         done = start_and_fail(tmp_path, "--check", "--config", str(good))

@@ -1,5 +1,6 @@
 """Bearer tokens: files, roles, and what a wrong one learns."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
         read_token(put(tmp_path / "token", FULL, 0o666))
     with pytest.raises(TokenError, match="No such file"):
         read_token(tmp_path / "missing")
+
+
+def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    """Opening one blocks until somebody writes: the daemon's start, and its loop at a reload."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(TokenError, match="not a regular file|Is a directory"):
+            read_token(path)
 
 
 def test_viewer_token_alone_and_equal_tokens_are_refused(tmp_path: Path) -> None:

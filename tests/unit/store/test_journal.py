@@ -1,5 +1,6 @@
 """The journal by its public methods: what is remembered over a restart, what is refused."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -237,6 +238,19 @@ def test_an_empty_directory_with_lax_mode_is_taken_and_closed(tmp_path: Path) ->
     root.mkdir(mode=0o755)
     Journal.open(root).close()
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def test_a_lax_mode_that_cannot_be_changed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory on a read-only file system: refused with its reason, not with a traceback."""
+    root = tmp_path / "made-by-hand"
+    root.mkdir(mode=0o755)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(StateDirUnsafe, match="Read-only file system"):
+        Journal.open(root)
 
 
 @pytest.mark.needs_root
