@@ -53,6 +53,13 @@ QUIET = dict.fromkeys(MANDATORY_COUNTERS, 0)
         ("oss_ak", True),
         ("encryption_key", True),
         ("hicache_storage_pass_prefix_keys", False),
+        ("pasword", True),
+        ("secert", True),
+        ("redis_passwrod", True),
+        ("credentails", True),
+        ("passed", False),
+        ("private", False),
+        ("section", False),
         ("tokenizer", False),
         ("max_tokens", False),
         ("key", False),
@@ -60,7 +67,10 @@ QUIET = dict.fromkeys(MANDATORY_COUNTERS, 0)
     ],
 )
 def test_secret_keys(key, secret):
-    """By whole words: ``token`` hides, ``tokenizer`` and ``max_tokens`` do not; a file's name is no secret."""
+    """By whole words: ``token`` hides, ``tokenizer`` and ``max_tokens`` do not; a file's name is no secret.
+
+    Misspelt as well (F94): the option is refused, and its value stood in the list of operations.
+    """
     assert is_secret_name(key) is secret
 
 
