@@ -247,6 +247,7 @@ class StatusDocument(msgspec.Struct, frozen=True):
     reason: str = ""
     warnings: list[str] = []
     usage_by_backend: dict[str, StoreUsage] = {}
+    agreed: bool = False  # every expected rank is connected and runs what is desired (F55); ages are in ``ranks``
 
 
 class RankIdle(msgspec.Struct, frozen=True):

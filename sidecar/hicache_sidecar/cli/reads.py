@@ -36,6 +36,8 @@ def run_status(context: Context, arguments: list[str]) -> int:
         )
     if status.get("missing_ranks"):
         pairs.append(("missing ranks", status["missing_ranks"]))
+    if status.get("ranks") and status.get("agreed") is False:
+        pairs.append(("agreed", False))
     context.pairs(pairs)
     if status.get("ranks"):
         context.line()

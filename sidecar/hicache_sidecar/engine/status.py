@@ -204,6 +204,7 @@ def status_document(
         if s.report.layers
     ]
     by_store = summed.stores(s.report.stores for s in live.values())
+    differing = drift(registry, desired[0] if desired else None, digest)
     return api.StatusDocument(
         hicache_storage_backend=first.backend,
         hicache_storage_backend_extra_config=redact_config(first.extra_config),
@@ -212,7 +213,7 @@ def status_document(
         revision=desired[1] if desired else 0,
         state=state,
         desired=desired_document(*desired) if desired else None,
-        drift=[] if running is not None else drift(registry, desired[0] if desired else None, digest),
+        drift=[] if running is not None else differing,
         usage=usage(live.values()),
         ranks=[rank_status(registry, s) for _, s in sorted(registry.ranks.items())],
         missing_ranks=registry.missing_ranks,
@@ -221,6 +222,7 @@ def status_document(
         reason=reason,
         warnings=[*warnings, *problems, *layers, *store_warnings(live.values(), by_store)],
         usage_by_backend=by_store,
+        agreed=registry.complete and not differing and agree(s.report.state for s in live.values()),
     )
 
 
