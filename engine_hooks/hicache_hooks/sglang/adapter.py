@@ -153,7 +153,10 @@ class SglangAdapter:
         if running.config is not None:
             self._check_layout(running.config.backend)
         self._backfill.restart()
-        return self._builder.build(running, cancelled)
+        parked = self._builder.build(running, cancelled)
+        if running.config is not None and not self._controller.enable_storage:
+            self._backfill.native()
+        return parked
 
     def close(self, parked: object, timeout_s: float) -> list[str]:
         """Close a backend that nothing uses any more, once no call is inside it (F23, F117)."""

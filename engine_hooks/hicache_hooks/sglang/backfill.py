@@ -5,21 +5,28 @@ way. So PREPARE walks the tree before, parents first as the engine does, a fract
 iteration. One walk is enough: the tree goes on changing meanwhile, and the engine's own pass does what came later.
 A hash is a function of the tokens alone; an operation that is given up leaves true hashes behind, which nobody reads.
 
-The Rust tree (the default where it is built) has no nodes to walk: there the engine's own pass, which is native, does
-it all inside COMMIT.
+The Rust tree (the default where it is built) has no nodes to walk, and its own pass knows no slices. It runs without
+the interpreter lock, under the tree's own, so the builder thread calls it at the end of PREPARE: a scheduler that is in
+a forward pass meanwhile does not notice, one that wants the tree waits for the rest. Measured on two slow cores: 0.6 ms
+for an L2 of 53,000 tokens, so 10 ms for a million; COMMIT's own pass then finds only what came later.
 """
 
 import importlib
+import logging
 import time
 from typing import Any
 
 from hicache_hooks.sglang.versions import SRT
 
+log = logging.getLogger(__name__)
+
+RUST = f"{SRT}.mem_cache.rust_tree_core"
 LOOK_EVERY = 16  # nodes between two looks at the clock: most are hashed already
 
 
 class TreeBackfill:
-    """One walk over one scheduler's tree. ``restart`` from any thread; the rest on the scheduler's."""
+    """One walk over one scheduler's tree. ``restart`` from any thread, ``native`` on the builder's, the rest on the
+    scheduler's."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
@@ -65,3 +72,14 @@ class TreeBackfill:
                 return False
         self._stack, self._over = None, True
         return True
+
+    def native(self) -> int:
+        """*builder* thread: the Rust tree's own pass; nodes hashed. 0 for every other tree, and when it fails."""
+        core: Any = getattr(self._tree, "tree_core", None)
+        if not type(core).__module__.startswith(RUST):
+            return 0
+        try:
+            return int(core.backfill_missing_hash_values())
+        except Exception:  # COMMIT's own pass will do it, or say why it cannot
+            log.exception("the tree's page hashes could not be made before COMMIT")
+            return 0

@@ -110,3 +110,22 @@ def test_the_rust_tree_says_that_it_has_no_nodes() -> None:
             raise NotImplementedError("root_node: not yet ported to the Rust tree core")
 
     assert TreeBackfill(SimpleNamespace(tree_core=Core(), page_size=64)).slice(1.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "result", "hashed"),
+    [
+        ("sglang.srt.mem_cache.rust_tree_core.adapter", 7, 7),
+        ("sglang.srt.mem_cache.rust_tree_core.adapter", None, 0),  # it fails: the engine's attach does it
+        ("sglang.srt.mem_cache.unified_cache.unified_tree_core", 7, 0),  # not safe off the scheduler's thread
+    ],
+)
+def test_the_rust_trees_own_pass_runs_on_the_builder(module: str, result: int | None, hashed: int) -> None:
+    class Core:
+        def backfill_missing_hash_values(self) -> int:
+            if result is None:
+                raise RuntimeError("mutex poisoned")
+            return result
+
+    Core.__module__ = module
+    assert TreeBackfill(SimpleNamespace(tree_core=Core(), page_size=64)).native() == hashed
