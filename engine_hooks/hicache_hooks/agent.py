@@ -100,6 +100,7 @@ class LinkAgent:
         self._pid = os.getpid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
+        self._signalled = False  # a wake-up is on its way
         self._out: deque[Outgoing] = deque(maxlen=4096)
         self._jobs: deque[Callable[[], None]] = deque()
         self._beat_now = False
@@ -195,8 +196,9 @@ class LinkAgent:
         self._signal()
 
     def _signal(self) -> None:
-        if os.getpid() != self._pid:
-            return
+        if self._signalled or os.getpid() != self._pid:
+            return  # each write is a system call that lets go of the interpreter, in the middle of a scheduler's step
+        self._signalled = True
         with self._wake_lock:  # the number of a closed descriptor may be somebody else's by now
             try:
                 if self._wake_fd >= 0:
@@ -263,6 +265,7 @@ class LinkAgent:
             ready = dict(poller.poll(self._session.timeout_ms(now, self._deadline())))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+                self._signalled = False  # after the read, before the queues: whoever saw True is found in them
             self._run_jobs()
             now = self._clock()
             if monitor in ready and both.disconnected() and self._session.said_hello:
@@ -272,7 +275,7 @@ class LinkAgent:
             if can & POLLIN:
                 self._receive(socket)
             if self._stopping:
-                self._flush(socket)
+                self._flush(socket, now)
                 if self._session.said_hello:
                     self._send(socket, Goodbye(session=self._session.id, reason=self._goodbye))
                 return
@@ -280,7 +283,7 @@ class LinkAgent:
                 return
             if hello_due and self._session.hello_due(now) and can & POLLOUT:
                 self._say_hello(socket, now)
-            self._flush(socket)
+            self._flush(socket, now)
             self._beat(socket, now)
             if self._session.deadline_due(now, self._deadline()):
                 self._on_deadline()
@@ -351,7 +354,7 @@ class LinkAgent:
 
     # -- sending
 
-    def _flush(self, socket: "zmq.Socket[bytes]") -> None:
+    def _flush(self, socket: "zmq.Socket[bytes]", now: float) -> None:
         while self._out:
             session, make, call = self._out.popleft()
             if session != self._session.id or not self._session.said_hello:
@@ -361,7 +364,9 @@ class LinkAgent:
                 if call is not None:
                     self._faults.hit(call.phase, "before_send")
                 self._beat_now = False  # cleared before the report is read: the answer says what a beat would
-                if not self._send(socket, make()):
+                if self._send(socket, make()):
+                    self._session.reported(now)
+                else:
                     self._beat_now = True
                 if call is not None:
                     self._faults.hit(call.phase, "after_send")

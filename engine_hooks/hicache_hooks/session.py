@@ -26,6 +26,7 @@ class Session:
         self.said_hello = False
         self.welcomed = False
         self._lived = False
+        self._lives_at = 0.0  # welcomed, and one regular heartbeat later
         self._hello_at = 0.0
         self._welcome_by = 0.0
         self._next_beat = 0.0
@@ -70,7 +71,7 @@ class Session:
         low, high = HEARTBEAT_RANGE_S
         self._heartbeat_s = min(high, max(low, heartbeat_s)) if math.isfinite(heartbeat_s) else HEARTBEAT_S
         self.welcomed = True
-        self._next_beat = now + self._heartbeat_s
+        self._next_beat = self._lives_at = now + self._heartbeat_s
 
     def unwelcome(self, now: float) -> bool:
         """True when no welcome came in time."""
@@ -80,9 +81,14 @@ class Session:
         """True when a heartbeat must go out now; counts it as sent."""
         if not self.welcomed or (not changed and now < self._next_beat):
             return False
-        self._lived = self._lived or now >= self._next_beat
-        self._next_beat = now + self._heartbeat_s
+        self.reported(now)
         return True
+
+    def reported(self, now: float) -> None:
+        """A message with a report went out: the next regular heartbeat is due one period later."""
+        if self.welcomed:
+            self._lived = self._lived or now >= self._lives_at
+            self._next_beat = now + self._heartbeat_s
 
     def deadline_due(self, now: float, deadline: float | None) -> bool:
         """True when the scheduler must be told that ``deadline`` has passed; counts it as told."""

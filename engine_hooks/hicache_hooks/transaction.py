@@ -46,7 +46,6 @@ from hicache_proto.transaction import Do, On, RankEvent, RankPhase, RankRecord, 
 log = logging.getLogger(__name__)
 
 BACKFILL_SLICE_S = 0.0005  # per scheduler pass: a decode step takes tens of milliseconds
-
 _HELD = (RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
 
 
@@ -389,12 +388,13 @@ class RankTransaction:
         finally:
             self._depth = 0
             self._waiting.stood_still(kind, time.perf_counter_ns() - started)
-            self._show()  # before the answers: their reports are read by another thread
-            self._waiting.settle(self.record, self._facts, self._sets)
+            changed = self._show()  # before the answers: their reports are read by another thread
+            if not self._waiting.settle(self.record, self._facts, self._sets) and changed:
+                self._out.changed()  # an answer's report says as much as a heartbeat, which would go out beside it
 
-    def _show(self) -> None:
+    def _show(self) -> bool:
         notes = {"publish": self._sets.publish_error} if self._sets.publish_error else {}
         view = View(self.record, self._lease.deadline, self._sets.quarantine, notes)
-        if view != self.view:
+        if changed := view != self.view:
             self.view = view
-            self._out.changed()
+        return changed

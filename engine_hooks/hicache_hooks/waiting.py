@@ -62,8 +62,8 @@ class Waiting:
         """Tell the sidecar, once the step is over."""
         self._notices.append((kind, detail))
 
-    def settle(self, record: RankRecord, facts: Facts, sets: Sets) -> None:
-        """Answer every call whose question the present state answers."""
+    def settle(self, record: RankRecord, facts: Facts, sets: Sets) -> bool:
+        """Answer every call whose question the present state answers; True when anything was said."""
         failed, self._failed = self._failed, []
         for call, failure in failed:
             self._out.answer(call, ok=False, error=failure, stall_us=self._stall_us.get(call.phase))
@@ -78,7 +78,9 @@ class Waiting:
             else:
                 error = said if isinstance(said, HicacheError) else None
                 self._out.answer(call, ok=error is None, error=error, stall_us=self._stall_us.get(call.phase))
+        told = bool(failed or notices or len(still) < len(self._calls))
         self._calls = still
+        return told
 
     def stood_still(self, kind: str, nanoseconds: int) -> None:
         """A step took this long; the longest of its kind in this operation is reported."""

@@ -56,6 +56,22 @@ def test_a_session_that_lived_resets_the_back_off() -> None:
     assert session.hello_due(102.0)
 
 
+def test_a_report_in_an_answer_puts_off_the_next_heartbeat() -> None:
+    """It says as much; and a session that answers all the time has lived, too."""
+    session = Session()
+    for _ in range(5):
+        session.back_off(0.0)
+    session.hello_sent(100.0)
+    session.reported(100.0)
+    session.welcome(100.0, 1.0)
+    for now in (100.6, 101.2):
+        session.reported(now)
+        assert not session.beat_due(now + 0.9, changed=False)
+    assert session.beat_due(102.2, changed=False)
+    session.back_off(102.3)
+    assert session.hello_due(102.3)
+
+
 @pytest.mark.parametrize(("told", "lowest"), [(0.0, 0.1), (-5.0, 0.1), (math.nan, 60.0), (math.inf, 60.0), (1e9, 60.0)])
 def test_a_refusals_time_is_bounded(told: float, lowest: float) -> None:
     session = Session()

@@ -199,6 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--close-timeout", type=float, default=3.0)
     parser.add_argument("--no-attach", action="store_true", help="capability attach=false")
     args = parser.parse_args(argv)
+    if args.ranks > 1:
+        # Each of some 500 threads that wait for the interpreter wakes up every switch interval (5 ms) to ask for it: a
+        # third of this process's time. All of them let go of it by themselves within a millisecond.
+        sys.setswitchinterval(1.0)
     loop = LightLoop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # one for all: a context has threads of its own
     incarnation = args.incarnation or secrets.token_hex(4)
