@@ -40,13 +40,21 @@ class WeedStand(ServerStand):
         if self._starts == 0:
             self.port = free_pair()
             self._ports = [free_pair() for _ in range(3)]
-            (self.root / "weed").mkdir()
+            (self.root / "weed").mkdir(exist_ok=True)
             identity = {
                 "name": "t", "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
                 "actions": ["Admin", "Read", "Write", "List", "Tagging"],
             }  # fmt: skip
             (self.root / "s3.json").write_text(json.dumps({"identities": [identity]}))
         super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        for port in (self.port, *self._ports) if self._starts else ():
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # where weed puts them, whatever it is told
+                path.unlink(missing_ok=True)
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port + 10_000}.sock"):
+                path.unlink(missing_ok=True)
 
     @staticmethod
     def missing() -> str | None:
@@ -58,7 +66,7 @@ class WeedStand(ServerStand):
             str(binary()), "-v=0", "server", f"-dir={self.root / 'weed'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             f"-master.port={master}", f"-volume.port={volume}", "-filer=true", f"-filer.port={filer}", "-s3=true",
             f"-s3.port={self.port}", f"-s3.config={self.root / 's3.json'}", "-volume.max=20",
-            "-master.telemetry=false",
+            "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",  # 8181 and 9101 may be somebody's
         ]  # fmt: skip
 
     def target(self) -> S3Target:
