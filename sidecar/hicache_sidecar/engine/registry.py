@@ -45,6 +45,7 @@ from hicache_sidecar.engine.settings import EngineSettings
 REFUSED_RETRY_S = 1.0  # how soon a hook that was refused because of a living predecessor asks again
 MISCONFIGURED_RETRY_S = 5.0
 STOPPED_S = 1.0  # waking so much later than asked means that this process was stopped (SIGSTOP, a paused VM)
+LOOK_AGAIN_S = 0.05  # libzmq tells its monitor before it takes the pipe away: half of the cuts are seen later only
 MAX_FRONTENDS = 64  # processes of one engine that answer its HTTP API
 
 
@@ -86,6 +87,7 @@ class Registry:
     _sessions: dict[str, Session] = field(default_factory=dict)
     _live: dict[int, Session] | None = None  # ``live``, until a session begins or ends
     _alarm: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    _look_again_at: float = math.inf
 
     def __post_init__(self) -> None:
         self.link.on_message = self._message
@@ -276,14 +278,18 @@ class Registry:
     # ---- loss
 
     def _disconnect(self) -> None:
-        """Some connection broke; libzmq does not say whose, so ask every session's."""
+        """Some connection broke; libzmq does not say whose, so ask every session's: now, and once it is surely gone."""
+        self._look_for_broken()
+        self._look_again_at = trio.current_time() + LOOK_AGAIN_S
+        self._alarm.unpark_all()
+
+    def _look_for_broken(self) -> None:
         now = trio.current_time()
         for session in [*self.ranks.values(), *self.frontends.values()]:
             if not session.alive or not math.isinf(session.silent_since):
                 continue
             if not self.link.reachable(session.id, self._welcome(session)):
                 session.silent_since = now
-        self._alarm.unpark_all()
 
     def _lose(self, session: Session, why: str, *, quiet: bool = False) -> None:
         if not session.alive:
@@ -306,6 +312,9 @@ class Registry:
         while True:
             now = trio.current_time()
             slept_too_long = now - due > STOPPED_S and not math.isinf(due)
+            if now >= self._look_again_at:
+                self._look_again_at = math.inf
+                self._look_for_broken()
             for session in [*self.ranks.values(), *self.frontends.values()]:
                 if not session.alive:
                     continue
@@ -321,7 +330,7 @@ class Registry:
                 due = trio.current_time()
 
     def _next_due(self) -> float:
-        due = math.inf
+        due = self._look_again_at
         for session in [*self.ranks.values(), *self.frontends.values()]:
             if session.alive:
                 due = min(due, session.seen_at + self.settings.liveness_s)
