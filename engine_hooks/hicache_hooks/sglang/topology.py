@@ -16,12 +16,16 @@ def parallel() -> Any:
 
 
 def identity() -> RankIdentity:
-    """This scheduler's place. Plain data parallel: each replica is a world of its own."""
+    """This scheduler's place. Plain data parallel: each replica is a world of its own.
+
+    The engine counts the groups of DP attention as data-parallel ranks; they are parts of one world.
+    """
     p = parallel()
-    dp_size = int(getattr(p, "num_dp_ranks", None) or getattr(p, "dp_size", 1) or 1)
+    ranks = int(getattr(p, "num_dp_ranks", None) or getattr(p, "dp_size", 1) or 1)
+    groups = max(1, int(getattr(p, "attn_dp_size", 1) or 1))
     return RankIdentity(
-        dp_rank=int(p.dp_rank or 0),
-        dp_size=dp_size,
+        dp_rank=int(p.dp_rank or 0) // groups,
+        dp_size=max(1, ranks // groups),
         pp_rank=int(p.pp_rank),
         pp_size=int(p.pp_size),
         tp_rank=int(p.tp_rank),
