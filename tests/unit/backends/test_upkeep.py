@@ -152,14 +152,19 @@ class Status:
 class Manager:
     """The vendor's, with pages that ``exists`` finds and ``acquire`` cannot give, or raises for."""
 
-    def __init__(self, bad: set[str], raising: set[str], exists_left: int = 99) -> None:
-        self._bad, self._raising, self._left = bad, raising, exists_left
+    def __init__(self, bad: set[str], raising: set[str], answers: int = 99) -> None:
+        self._bad, self._raising, self._left = bad, raising, answers
+        self.asked = 0
 
     def exists(self, _: None, keys: list[str]) -> Status:
+        self.asked += 1
         self._left -= 1
         return Status(len(keys) * BLOCK_TOKENS) if self._left >= 0 else Status(error="TIMEOUT")
 
     def acquire(self, _: None, keys: list[str]) -> Status:
+        self._left -= 1
+        if self._left < 0:
+            return Status(error="TIMEOUT")
         if len(keys) == 1 and self._raising.intersection(keys):
             raise AttributeError("the vendor's own")
         if self._bad.intersection(keys):
@@ -198,29 +203,46 @@ class Handle:
         pass
 
 
-def aibrix_store(manager: Manager) -> AibrixStore:
-    store = AibrixStore(AibrixOptions(l1_capacity_gb=1.0, l2_backend="ROCKSDB"), CONTEXT)
+def aibrix_store(manager: Manager, l2_backend: str = "ROCKSDB") -> AibrixStore:
+    store = AibrixStore(AibrixOptions(l1_capacity_gb=1.0, l2_backend=l2_backend), CONTEXT)
     store._manager = manager
     store._hashes = lambda keys, tokens: keys
     store._state.opened()
     return store
 
 
-def test_aibrix_keeps_what_it_read_beside_a_page_that_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connector", ["ROCKSDB", "SHFS"])
+def test_aibrix_keeps_what_it_read_beside_a_page_that_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, connector: str
+) -> None:
     monkeypatch.setattr(aibrix, "_tensor", Tensor)
-    store = aibrix_store(Manager({"ns.b"}, set()))
+    store = aibrix_store(Manager({"ns.b"}, set()), connector)
     assert store.batch_get(["ns.a", "ns.b", "ns.c"], pages(3)) == [Got.HIT, Got.MISS, Got.HIT]
-    store = aibrix_store(Manager({"ns.b"}, {"ns.c"}))
+    store = aibrix_store(Manager({"ns.b"}, {"ns.c"}), connector)
     assert store.batch_get(["ns.a", "ns.b", "ns.c"], pages(3)) == [Got.HIT, Got.MISS, Got.ERROR]
 
 
-def test_aibrix_keeps_the_pages_before_a_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("connector", "answers"), [("ROCKSDB", 1), ("SHFS", 2)])
+def test_aibrix_keeps_the_pages_before_a_time_out(
+    monkeypatch: pytest.MonkeyPatch, connector: str, answers: int
+) -> None:
+    """With SHFS each batch is asked for first. A time-out is not tried again page by page: that would take as many."""
     monkeypatch.setattr(aibrix, "_tensor", Tensor)
-    store = aibrix_store(Manager(set(), set(), exists_left=1))
+    store = aibrix_store(Manager(set(), set(), answers), connector)
     keys = [f"ns.{i}" for i in range(BATCH + 2)]
     assert store.batch_get(keys, pages(len(keys))) == [Got.HIT] * BATCH + [Got.ERROR] * 2
     with pytest.raises(TimeoutError):
         store.batch_get(keys, pages(len(keys)))
+
+
+@pytest.mark.parametrize(("connector", "asked"), [("", 0), ("ROCKSDB", 0), ("MOCK", 0), ("SHFS", 1), ("PRISKV", 1)])
+def test_aibrix_asks_before_a_read_only_where_a_read_may_have_holes(
+    monkeypatch: pytest.MonkeyPatch, connector: str, asked: int
+) -> None:
+    monkeypatch.setattr(aibrix, "_tensor", Tensor)
+    manager = Manager(set(), set())
+    assert aibrix_store(manager, connector).batch_get(["ns.a", "ns.b"], pages(2)) == [Got.HIT, Got.HIT]
+    assert manager.asked == asked
 
 
 def test_hf3fs_keeps_what_it_read_when_the_index_cannot_be_written(
