@@ -14,6 +14,7 @@ from hicache_proto.errors import (
     Inconsistent,
     NoEngine,
     PrepareFailed,
+    Quarantined,
     RolledBack,
     UnknownBackend,
     UnsupportedByEngine,
@@ -136,6 +137,27 @@ async def test_failed_compensation_is_split(tmp_path):
         with pytest.raises(HicacheError) as blocked:
             await side.attach()
         assert blocked.value.code == "quarantined"
+
+
+async def test_a_set_that_does_not_close_is_no_split(tmp_path):
+    """F30: rank 1 is on A, only threads of B do not end there: rolled back; from then on 409, until they end."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        stuck = stub.ranks[1]
+        stub.ranks[0].set(swap_error=True)
+        stuck.set(close_stuck=True)
+        with pytest.raises(RolledBack) as failed:
+            await side.attach()
+        assert failed.value.details["rolled_back"] is True
+        await side.until(lambda: bool(side.coordinator.registry.ranks[1].report.quarantine))
+        stub.ranks[0].set(swap_error=False)
+        stuck.log.clear()
+        with pytest.raises(Quarantined) as refused:
+            await side.attach()
+        assert refused.value.details["reason"] == "threads_stuck"
+        assert "prepare" not in {phase for phase, _ in stuck.log}
+        stuck.set(close_stuck=False)
+        await side.until(lambda: not side.coordinator.registry.ranks[1].report.quarantine)
+        assert (await side.attach()).changed
 
 
 async def test_late_answer_counts_for_nothing(tmp_path):

@@ -52,6 +52,7 @@ class Script:
     build_error: HicacheError | None = None
     swap_error: bool = False
     undo_fails: bool = False
+    close_stuck: bool = False  # threads of a set on its way out do not end
     busy_at_commit: bool = False  # a request slipped in between FREEZE and COMMIT
     finalize_silent: bool = False
     answer_delay_s: dict[str, float] = field(default_factory=dict)  # by phase
@@ -90,6 +91,7 @@ class StubLink:
         self.new: EffectiveState | None = None
         self.old: EffectiveState | None = None
         self.quarantine = ""
+        self.stuck = ""  # shown while ``close_stuck``
         self.log: list[tuple[str, int]] = []  # (phase, n) of every call taken
         self.admission: list[str] = []  # "close" and "open", in order
         self.opened: list[str | None] = []  # backends that were switched to: opened for I/O
@@ -200,7 +202,7 @@ class StubLink:
             lease_left_s=left if left < NEVER else None,
             holds=[*self.holds, *(["op"] if self._held() else [])],
             idle=IdleReport(counters=counters),
-            quarantine=self.quarantine,
+            quarantine=self.quarantine or (self.stuck if self.script.close_stuck else ""),
             layers=dict(self.script.layers),
             guard=self._guard(),
         )

@@ -263,7 +263,9 @@ class StubRank(StubLink):
                 self.opened.append(self.state.backend)
             case Do.BYPASS:
                 self.state = msgspec.structs.replace(self.state, bypass=True)
-            case Do.DROP_NEW | Do.RETIRE_OLD | Do.CLOSE_BUILT | Do.PUBLISH:
+            case Do.DROP_NEW | Do.RETIRE_OLD | Do.CLOSE_BUILT:
+                self.stuck = "threads_stuck: prefetch_io"
+            case Do.PUBLISH:
                 pass
         return True
 

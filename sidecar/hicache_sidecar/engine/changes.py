@@ -269,13 +269,17 @@ class Changes:
         return plans
 
     def check_quarantine(self, goal: Goal, plans: dict[int, Plan]) -> None:
-        """A rank that could not be restored, or a config that killed an engine, blocks until told otherwise."""
+        """A rank that could not be restored, or whose old set does not close, and a config that killed an engine, block
+        until told otherwise: the rank would refuse its PREPARE (F28)."""
         for rank, session in self.ctx.registry.live.items():
-            if session.report.op_phase == RankPhase.QUARANTINED:
+            if why := session.report.quarantine:
+                lost = session.report.op_phase == RankPhase.QUARANTINED
                 raise Quarantined(
-                    f"rank {rank} is quarantined: {session.report.quarantine}",
-                    details={"reason": "rank_quarantined", "rank": rank},
-                    hint="restart the engine: this rank cannot be brought to a clean state",
+                    f"rank {rank} is quarantined: {why}",
+                    details={"reason": "rank_quarantined" if lost else "threads_stuck", "rank": rank},
+                    hint="restart the engine: this rank cannot be brought to a clean state"
+                    if lost
+                    else "it ends by itself when those threads end; else restart the engine",
                 )
         bad = {**self.ctx.book.quarantined, **self.ctx.guilty}
         for plan in plans.values():

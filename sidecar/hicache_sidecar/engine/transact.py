@@ -12,6 +12,7 @@ import trio
 from hicache_proto import api
 from hicache_proto.errors import DeadlineExceeded, HicacheError, Inconsistent
 from hicache_proto.model import TargetState
+from hicache_proto.transaction import RankPhase
 from hicache_sidecar.core.redaction import redact_text, scrub
 from hicache_sidecar.engine import causes, status
 from hicache_sidecar.engine.context import Context
@@ -86,6 +87,7 @@ class Transactor:
             mode=goal.mode,
             wait_s=goal.wait_s,
             dry_run=goal.dry_run,
+            checkpoint=goal.checkpoint,
         )
 
         def fixed_answer(outcome: Outcome) -> dict[str, Any]:
@@ -133,7 +135,7 @@ class Transactor:
             freeze_ms=round(outcome.freeze_ms, 3),
             commit_ms=round(outcome.commit_ms, 3),
             warnings=[redact_text(w, job.known_secrets) for w in warnings],
-            notes=[redact_text(note, job.known_secrets) for note in notes],
+            notes=[redact_text(note, job.known_secrets) for note in (*notes, *_saved(goal, outcome))],
             dry_run=goal.dry_run,
             diff=diff or [],
         )
@@ -183,12 +185,12 @@ class Transactor:
                 self.ctx.judge(now)  # its successor may have been faster than the end of this attempt
 
     def _stuck(self, drive: Drive) -> dict[int, str]:
-        """Participants that are known not to be back on A."""
+        """Participants that are known not to be back on A. One on A whose other set does not close is no such one."""
         ranks = self.ctx.registry.ranks
         found: dict[int, str] = {}
         for rank in drive.move.participants:
             session = ranks.get(rank)
-            if session is not None and session.alive and session.report.quarantine:
+            if session is not None and session.alive and session.report.op_phase == RankPhase.QUARANTINED:
                 found[rank] = f"not restored: {session.report.quarantine}"
         return found
 
@@ -268,6 +270,12 @@ def ctx_revision(ctx: Context) -> int:
 def _clean_body(job: Job, error: HicacheError) -> Any:
     body = msgspec.to_builtins(error.body())
     return scrub(body, job.known_secrets)
+
+
+def _saved(goal: Goal, outcome: Outcome) -> list[str]:
+    """What the checkpoint did (F58)."""
+    pages = sum(outcome.saved.values())
+    return [f"checkpoint: {pages} pages were missing and are written"] if goal.checkpoint else []
 
 
 def _done(goal: Goal) -> str:
