@@ -16,13 +16,12 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hicache_hooks.backends import child
 from hicache_hooks.backends.mooncake_options import MooncakeOptions, endpoint
 from hicache_proto.errors import BackendUnavailable, PrepareFailed
 
@@ -37,7 +36,7 @@ NO_SPACE, WRONG_SIZE, MISSING, LEASED = -200, -600, -704, -706
 NOT_READY = -703  # somebody is writing it
 RPC_FAILED, RPC_TIMEOUT = -900, -901
 
-# -P: the engine's working directory is no place to import from. Ends without close: that would take seconds.
+# Ends without close: that would take seconds.
 _REHEARSAL = """
 import json, os, sys
 try:
@@ -45,7 +44,7 @@ try:
 except BaseException as error:
     print("IMPORT", str(error)[:200], flush=True)
     os._exit(1)
-args, kwargs = json.loads(sys.argv[1])
+args, kwargs = json.loads(sys.stdin.read())
 print("RC", MooncakeDistributedStore().setup(*args, **kwargs), flush=True)
 os._exit(0)
 """
@@ -134,18 +133,7 @@ def answers(address: str, timeout_s: float = CONNECT_S) -> bool:
 
 def _rehearse(args: list[Any], keywords: dict[str, Any], rpc_timeout_ms: int) -> None:
     env = {**os.environ, TIMEOUT_ENV: os.environ.get(TIMEOUT_ENV, str(rpc_timeout_ms))}
-    # An engine's hooks must not start in a child that is no engine.
-    env.pop("HICACHE_SIDECAR", None)
-    command = [sys.executable, "-P", "-c", _REHEARSAL, json.dumps([args, keywords])]
-    try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=REHEARSAL_S, check=False, start_new_session=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        said, code = "", None
-    else:
-        said, code = done.stdout.decode(errors="replace"), done.returncode
+    said, code = child.ask(_REHEARSAL, [], json.dumps([args, keywords]), REHEARSAL_S, env) or ("", None)
     if code is None:
         raise PrepareFailed(
             f"the mooncake master accepts connections and does not answer within {REHEARSAL_S:.0f} s",

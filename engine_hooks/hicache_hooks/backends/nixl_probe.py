@@ -8,10 +8,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
-import sys
 from typing import Any
 
+from hicache_hooks.backends import child
 from hicache_proto.errors import BackendUnavailable
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")  # in this order; the first is a front for one of the others
@@ -101,9 +100,8 @@ _created: set[tuple[str, str]] = set()  # what worked once works on; what failed
 
 
 def _probe(plugin: str, parameters: str) -> str:
-    argv = [sys.executable, "-c", _CHILD, package() or "nixl", plugin]
-    try:
-        done = subprocess.run(argv, input=parameters, capture_output=True, text=True, timeout=PROBE_S, check=False)
-    except subprocess.TimeoutExpired:
+    done = child.ask(_CHILD, [package() or "nixl", plugin], parameters, PROBE_S)
+    if done is None:
         return "probe_timeout"
-    return "" if done.returncode == 0 and "created" in done.stdout else "plugin_unavailable"
+    said, code = done
+    return "" if code == 0 and "created" in said else "plugin_unavailable"
