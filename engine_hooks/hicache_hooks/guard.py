@@ -29,19 +29,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from hicache_hooks.backends.base import Backend, Got
+from hicache_hooks.backends.base import Backend, Got, Manifest
 from hicache_hooks.breaker import Admit
 from hicache_hooks.deadlines import Call
 from hicache_hooks.describe import describe_exception
+from hicache_hooks.guard_admin import CLEAR_S, AdminCalls, StillRunning, StoreClosing, not_cleared
 from hicache_hooks.guard_beliefs import Beliefs
 from hicache_hooks.guard_counts import Counts
 from hicache_hooks.guard_results import GOT, check_shape, counted_bytes, errors, is_bool, is_got, is_put, put_errors
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.guard_watch import SIDE, Probe, Watch
 from hicache_hooks.signatures import takes
-from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import GuardReport, OpUsage, StoreUsage
-from hicache_proto.usage import written_never_read
 
 __all__ = ["Guard", "describe_exception"]
 
@@ -89,6 +88,7 @@ class Guard:
             name, settings or GuardSettings(), self._lock, self._counts, clock, probe, self._beliefs, threads=threads
         )
         self._watch.probe_left = self._close_if_last
+        self._admin = AdminCalls(name, self._watch, self._lock, lambda: self._closing, self._close_if_last)
         self._whose: Callable[[], Any] = lambda: None
         self._bypass = False
         self._closing = False
@@ -294,9 +294,7 @@ class Guard:
     def store_usage(self) -> StoreUsage:
         """Everything that this store was used for."""
         with self._lock:
-            ops, lookups = self._counts.usage(), self._counts.lookups
-            skipped = {reason: n for reason, n in self._counts.skipped.items() if n}
-        return StoreUsage(ops=ops, lookups=lookups, skipped=skipped, write_only=written_never_read(ops, lookups))
+            return self._counts.store_usage()
 
     def set_bypass(self, enabled: bool) -> bool:
         """Reads miss, writes are skipped (rule 3). Returns what it was."""
@@ -328,11 +326,13 @@ class Guard:
             return self._counts.usage()
 
     def health(self) -> dict[str, Any]:
-        """The backend's facts, and ``ok``, ``last_error``. Never raises."""
+        """The backend's facts, and ``ok``, ``last_error``. Never raises, and waits for one deadline at most."""
         facts: dict[str, Any] = {}
         failed = ""
         try:
-            facts = dict(self._backend.health()) if not self._closing else {}
+            facts = dict(self._admin.run("health", self._backend.health, self._watch.settings.deadline_s))
+        except StoreClosing:
+            pass
         except BaseException as exc:  # rule 1
             failed = describe_exception(exc)
         ok = not failed and not self._closing
@@ -342,24 +342,21 @@ class Guard:
         """Delete this namespace's pages; an admin call, so failure is said, not hidden (F68).
 
         Raises:
-            PrepareFailed: the store failed; reason ``clear_failed``.
+            PrepareFailed: the store failed; reason ``clear_failed``; or ``clear_late``: it goes on, and nobody waits.
         """
-        entered = self._enter("clear", 0, always=True)
-        if entered is None:
-            raise PrepareFailed("the store is being closed", details={"reason": "clear_failed"})
         failed: BaseException | None = None
-        deleted = 0
+        deleted, began = 0, self._clock()
         try:
-            deleted = self._backend.clear()
+            deleted = self._admin.run("clear", self._backend.clear, CLEAR_S)
         except BaseException as exc:  # rule 1
             failed = exc
-        self._leave(entered, float(failed is not None), failed)
+        late = isinstance(failed, StillRunning)
         with self._lock:
-            self._counts.add("clear", hit=deleted, error=failed is not None)
+            self._counts.by_kind["clear"].took(self._clock() - began)
+            self._counts.add("clear", hit=deleted, error=failed is not None and not late, timeout=late)
             self._beliefs.emptied()
         if failed is not None:
-            said = describe_exception(failed)
-            raise PrepareFailed(f"the store could not be cleared: {said}", details={"reason": "clear_failed"})
+            raise not_cleared(failed)
         return deleted
 
     def close(self) -> None:
@@ -368,6 +365,11 @@ class Guard:
             self._closing = True
         self._watch.stop()
         self._close_if_last()
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the backend can be used for; None: a class of somebody's that does not say."""
+        return getattr(self._backend, "manifest", None)
 
     @property
     def closed(self) -> bool:

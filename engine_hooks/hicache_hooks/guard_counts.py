@@ -3,7 +3,8 @@
 from collections import Counter
 
 from hicache_hooks.counts import CallCounts
-from hicache_proto.model import OpUsage
+from hicache_proto.model import OpUsage, StoreUsage
+from hicache_proto.usage import written_never_read
 
 KINDS = ("put", "get", "exists", "set_aside", "clear")
 
@@ -36,3 +37,10 @@ class Counts:
     def usage(self) -> dict[str, OpUsage]:
         """By call kind."""
         return {kind: counts.usage() for kind, counts in self.by_kind.items()}
+
+    def store_usage(self) -> StoreUsage:
+        """Everything, and whether the store was written and never read (F57)."""
+        ops = self.usage()
+        skipped = {reason: n for reason, n in self.skipped.items() if n}
+        write_only = written_never_read(ops, self.lookups)
+        return StoreUsage(ops=ops, lookups=self.lookups, skipped=skipped, write_only=write_only)

@@ -28,7 +28,6 @@ SIDE = {"get": "read", "exists": "read", "put": "write"}
 _WORSE = ("closed", "half_open", "open")
 MAX_STUCK_PROBES = 4  # a probe that hangs costs a thread: above, the store must first answer one of them (F46)
 IDLE_PROBES_TO_OPEN = 2  # F79: one lost answer is no outage
-_FOREVER = float("inf")
 
 
 class Probe(Protocol):
@@ -83,10 +82,19 @@ class Watch:
         side = SIDE.get(kind)
         return Admit.PASS if side is None else self.breakers[side].admit()
 
-    def enter(self, kind: str, keys: int, *, owner: Any = None, permit: bool = False, probe: str = "") -> Call:
-        """*locked*: a call begins. Afterwards, without the lock: ``watch(call)``."""
+    def enter(
+        self,
+        kind: str,
+        keys: int,
+        *,
+        owner: Any = None,
+        permit: bool = False,
+        probe: str = "",
+        limit_s: float | None = None,
+    ) -> Call:
+        """*locked*: a call begins. Afterwards, without the lock: ``watch(call)``. ``limit_s``: not the traffic's."""
         now = self._clock()
-        limit_s = _FOREVER if kind == "clear" else self.settings.deadline_s
+        limit_s = self.settings.deadline_s if limit_s is None else limit_s
         call = Call(kind, keys, now, now + limit_s, owner, probe, permit)
         self._deadlines.enter(call)
         return call
@@ -123,6 +131,12 @@ class Watch:
         else:
             breaker.record(call.started, failed=failed)
         return True
+
+    def give_up(self, call: Call) -> None:
+        """*locked*: nobody waits for it any more, whatever the monitor has noticed."""
+        if not call.late:
+            call.late = True
+            self._fell_late(call)
 
     def left(self) -> None:
         """After ``leave``, without the lock: a breaker that opened wants its probe."""
@@ -163,6 +177,8 @@ class Watch:
         return wait_s
 
     def _fell_late(self, call: Call) -> None:
+        if call.kind == "health":  # a question about the store, no use of it
+            return
         side = call.probe or SIDE.get(call.kind)
         if call.probe == "idle":
             self._idle_ended(False)
@@ -208,7 +224,7 @@ class Watch:
         else:
             waits += [self._idle_due_s(now), self._epoch_due_s()]
         deadline = self._deadlines.next_deadline()
-        if deadline is not None and deadline != _FOREVER:
+        if deadline is not None:
             waits.append(max(0.0, deadline - now))
         return min((wait for wait in waits if wait is not None), default=None)
 

@@ -1,13 +1,17 @@
 """The guard: whatever a store does, the engine sees hits and misses, and each is counted once."""
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.rigs.backends import BK, Fault, Rig
 
+from hicache_hooks import guard as guard_module
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.guard import Guard, describe_exception
+from hicache_hooks.guard_settings import GuardSettings
 from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import OpUsage
 
@@ -23,6 +27,13 @@ def guard(rig: Rig) -> Guard:
     backend = BK({}, StoreContext(namespace="ns", page_bytes=64, layout="page_first"))
     backend.open()
     return Guard(backend, name="bk")
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def counts(usage: OpUsage) -> tuple[int, int, int, int, int]:
@@ -163,6 +174,59 @@ def test_clear_says_when_it_failed(guard: Guard, rig: Rig) -> None:
     guard.close()
     with pytest.raises(PrepareFailed):
         guard.clear()
+
+
+def test_a_clear_that_hangs_is_given_up_and_keeps_the_store_open(
+    guard: Guard, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every wait has a deadline. F46: one thread for all who ask. F27: nobody closes a store that is being cleared."""
+    monkeypatch.setattr(guard_module, "CLEAR_S", 0.05)
+    rig.faults["clear"] = Fault(hang=True)
+    with pytest.raises(PrepareFailed) as caught:
+        guard.clear()
+    assert caught.value.details == {"reason": "clear_late"}
+    assert guard.inside() == ["hicache-clear-bk"]
+    assert guard.report().stuck == ["hicache-clear-bk"]
+    with pytest.raises(PrepareFailed, match="still runs") as caught:
+        guard.clear()
+    assert caught.value.details == {"reason": "clear_late"}
+    assert rig.calls["clear"] == 1
+    assert guard.batch_put(KEYS, pages()) == [True] * 3, "traffic goes on"
+    guard.close()
+    assert not guard.closed
+    rig.release.set()
+    until(lambda: guard.closed)
+    assert rig.calls["close"] == 1
+    assert counts(guard.usage()["clear"]) == (0, 0, 0, 2, 0)
+
+
+def test_health_has_a_deadline_and_is_no_use_of_the_store(guard: Guard, rig: Rig) -> None:
+    """A status page must not wait for a store, nor open its breaker."""
+    guard.configure(GuardSettings(deadline_s=0.05))
+    rig.faults["health"] = Fault(hang=True)
+    assert guard.health()["error"] == "StillRunning"
+    assert guard.health()["error"] == "StillRunning"
+    assert rig.calls["health"] == 1
+    assert guard.report().timeouts == 0
+    assert guard.report().breaker == "closed"
+    rig.release.set()
+    until(lambda: not guard.inside())
+    rig.faults.clear()
+    assert guard.health()["ok"] is True
+    guard.close()
+    assert guard.health()["error"] == ""
+
+
+def test_no_thread_for_a_clear_is_said(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(PrepareFailed):
+            guard.clear()
+    assert guard.clear() == 0
+    guard.close()
 
 
 def test_prefix_keys_reach_only_backends_that_take_them(rig: Rig) -> None:
