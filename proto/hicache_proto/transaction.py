@@ -25,6 +25,7 @@ Duties of the coordinator's driver, on which the proof in tests/unit/transaction
 * an answer counts only in the phase, and for FREEZE in the round, that asked for it (rule 5); a heartbeat counts
   always, since a connection keeps its order;
 * before it feeds anything in COMMIT it looks at its clock and feeds DOUBT instead once the limit has passed (rule 4);
+* it looks again right before B is written, and feeds NOT_DURABLE instead of writing: it may have been stopped between;
 * it feeds LOST when a hello no longer holds n, and again on entering a phase, since BEGIN and OUTCOME do not look;
 * OUTCOME A is durable before a client reads the answer, and before the next BEGIN;
 * after a restart B is decided only for leases that were asked for since (``lease_over`` of ``recover``).
@@ -310,7 +311,7 @@ class See(StrEnum):
     """Events of the coordinator."""
 
     DURABLE = "durable"  # the record asked for by FSYNC_* is on disk
-    NOT_DURABLE = "not_durable"  # BEGIN could not be written: nothing happened
+    NOT_DURABLE = "not_durable"  # BEGIN could not be written, or B was not for want of time: nothing of it is on disk
     SAID = "said"  # a participant's answer
     FAILED = "failed"  # a participant answered with an error: build, canary, swap
     LOST = "lost"  # a participant died, or is another incarnation now (rule 13)
@@ -378,6 +379,8 @@ def coord_step(rec: CoordRecord, ev: CoordEvent) -> CoordStep:
             return _gather(rec, ev, Said.SWITCHED)
         case CoordPhase.OUTCOME if ev.see is See.DURABLE:
             return _move(rec, CoordPhase.FINALIZE, outcome="b"), (Act.SEND_FINALIZE,)
+        case CoordPhase.OUTCOME if ev.see is See.NOT_DURABLE:
+            return _abort(rec, ev)  # rule 4: too late when it was to be written
         case CoordPhase.FINALIZE | CoordPhase.CONVERGING:
             return _in_finalize(rec, ev)
         case CoordPhase.UNDO:

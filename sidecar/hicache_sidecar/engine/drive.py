@@ -39,6 +39,7 @@ from hicache_proto.transaction import (
 )
 from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.engine import causes
+from hicache_sidecar.engine.decide import TOO_LATE, write_in_time
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process, point_of
 from hicache_sidecar.engine.operation import Job
@@ -79,7 +80,7 @@ class Drive:
         self._wake = trio.lowlevel.ParkingLot()
         self._participants = Participants(registry, move.participants)
         self._lease_end = 0.0  # when every lease that we armed is surely over
-        self._commit_sent = math.inf
+        self._vouched_until = math.inf  # no lease of COMMIT can end before, by our clock (rule 4)
         self._wait_until = math.inf
         self._started: dict[str, float] = {}
         self._errors: dict[int, HicacheError] = {}
@@ -171,8 +172,7 @@ class Drive:
         if phase in (CoordPhase.UNDO, CoordPhase.FINALIZE, CoordPhase.CONVERGING):
             return self._lease_end, See.LEASES_OVER, "every lease is over"
         if phase is CoordPhase.COMMIT:
-            doubt = self._commit_sent + self.settings.in_doubt_s - self.settings.decide_margin_s
-            return doubt, See.DOUBT, "not every rank switched while its lease was surely alive"
+            return self._vouched_until, See.DOUBT, "not every rank switched while its lease was surely alive"
         # A strict freeze in flight is answered at once; only a drain is cut short inside FREEZE.
         waits = phase is CoordPhase.WAIT or (phase is CoordPhase.FREEZE and self.rec.drain)
         if waits and self._wait_until < self.move.deadline:
@@ -216,7 +216,7 @@ class Drive:
                     self.watch.begin(self.senders, min(self._wait_until, move.deadline))
                 case Act.SEND_COMMIT:
                     self.job.enter("commit")
-                    self._commit_sent = trio.current_time()
+                    self._vouched_until = trio.current_time() + settings.in_doubt_s - settings.decide_margin_s
                     self._send_all(Commit(in_doubt_s=settings.in_doubt_s), math.inf, settings.in_doubt_s)
                 case Act.FSYNC_OUTCOME_B:
                     await self._fsync_outcome()
@@ -260,14 +260,13 @@ class Drive:
         self._post(CoordEvent(See.DURABLE))
 
     async def _fsync_outcome(self) -> None:
-        """The one fsync inside the freeze."""
+        """The one fsync inside the freeze. The clock is looked at once more right before the write (rule 4)."""
         self.senders.stop()
         answer = self._fixed_answer(self.outcome)
         elapsed_ms = (trio.current_time() - self.job.started) * 1000
-        await trio.to_thread.run_sync(
-            partial(self.book.outcome_b, self.move.n, answer, message="committed", duration_ms=elapsed_ms)
-        )
-        self._post(CoordEvent(See.DURABLE))
+        write = partial(self.book.outcome_b, self.move.n, answer, message="committed", duration_ms=elapsed_ms)
+        in_time = await write_in_time(write, self._vouched_until)
+        self._post(CoordEvent(See.DURABLE) if in_time else CoordEvent(See.NOT_DURABLE, detail=TOO_LATE))
 
     # ---- senders
 

@@ -199,6 +199,9 @@ def _recovering(rules: Rules, w: World, state: Recovering) -> Iterator[Next]:
 def _operating(rules: Rules, w: World, rec: CoordRecord) -> Iterator[Next]:
     if w.fsync:
         yield f"{w.fsync} is durable", durable(rules, w)
+        if w.fsync == "b" and w.recovered:  # the driver of an operation looks at its clock again, recovery at its own
+            too_late = w._replace(fsync="") if rules.look_then_write else durable(rules, w, feed_it=False)
+            yield "too late to write b", feed(rules, too_late, CoordEvent(See.NOT_DURABLE))
         return
     if rec.phase in (CoordPhase.PREPARE, CoordPhase.WAIT, CoordPhase.FREEZE, CoordPhase.COMMIT):
         yield "cancel", feed(rules, w, CoordEvent(See.CANCEL))

@@ -39,6 +39,7 @@ class Rules(NamedTuple):
     tags: bool = True  # rule 5: replies of another phase or round are dropped
     doubt: bool = True  # rule 4: the clock is looked at before the decision
     vouch: bool = True  # rule 4 after a restart
+    look_then_write: bool = True  # rule 4: what is said to be too late was not written
     wait_for_durable: bool = True  # rule 1: FINALIZE after the fsync, not beside it
     seen_n: bool = True  # rule 6: n is above what the ranks showed
     own_number: bool = True  # rule 14: a convergence is an operation with a number of its own

@@ -192,6 +192,7 @@ OFF: dict[str, tuple[Rules, Scenario]] = {
     "2: leases do not end": (Rules(rank_step=never_expires), Scenario()),
     "3: silence means B": (Rules(rank_step=silence_means_b), Scenario()),
     "4: the clock is not looked at": (Rules(doubt=False), Scenario()),
+    "4: too late, and written all the same": (Rules(look_then_write=False), Scenario()),
     "4: recovery does not ask": (Rules(vouch=False), Scenario(coord_crashes=1)),
     "5: older sessions count": (Rules(fence=False), Scenario(coord_crashes=1)),
     "6: an n is taken again": (Rules(rank_step=takes_an_n_again), Scenario()),
