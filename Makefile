@@ -12,6 +12,8 @@ help:            ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "needs Python 3.11 or newer with venv (Debian: python3-venv); another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check 'torch==2.13.0' numpy
 	$(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'
