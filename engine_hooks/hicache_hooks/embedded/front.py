@@ -158,6 +158,7 @@ def document(done: messages.Done, dp_rank: int) -> dict[str, Any]:
             "cached_tokens_details": {"device": done.device, "host": done.host, "storage": done.storage},
             "finish_reason": done.finish_reason,
             "dp_rank": dp_rank,
+            "loop_gap_ms": done.loop_gap_ms,
         },
     }
 

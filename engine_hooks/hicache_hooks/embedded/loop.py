@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from hicache_hooks.embedded import messages
+from hicache_hooks.embedded.gaps import Gaps
 from hicache_hooks.embedded.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,9 @@ class FrontLink:
 class Loop:
     """Runs a scheduler until it is told to stop."""
 
-    def __init__(self, scheduler: Scheduler, link: FrontLink, waker: Waker) -> None:
+    def __init__(self, scheduler: Scheduler, link: FrontLink, waker: Waker, gaps: Gaps | None = None) -> None:
         self.stop_by: float | None = None  # monotonic; set once stopping
+        self._gaps = gaps or Gaps()
         self._scheduler = scheduler
         self._link = link
         self._waker = waker
@@ -107,6 +109,7 @@ class Loop:
         scheduler = self._scheduler
         drain_by: float | None = None
         while True:
+            self._gaps.begin()
             self._receive()
             if self.stop_by is not None:
                 if drain_by is None:
@@ -117,7 +120,9 @@ class Loop:
                 if time.monotonic() >= drain_by:
                     scheduler.fail_all()
                     return
-            if not scheduler.run_pass():
+            did = scheduler.run_pass()
+            self._gaps.end()
+            if not did:
                 self._sleep(scheduler.sleep_s())
 
     def _receive(self) -> None:

@@ -71,7 +71,8 @@ class Published(msgspec.Struct, frozen=True, tag_field="type", tag="published"):
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
-    """A request ended well. The three counts are prompt tokens whose KV was found in each tier."""
+    """A request ended well. The three counts are prompt tokens whose KV was found in each tier; ``loop_gap_ms`` is the
+    longest time that the rank's loop did not turn since its last answer (``gaps``)."""
 
     rid: str
     output: list[int]
@@ -80,6 +81,7 @@ class Done(msgspec.Struct, frozen=True, tag_field="type", tag="done"):
     host: int
     storage: int
     finish_reason: str  # "length" or "stop"
+    loop_gap_ms: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):

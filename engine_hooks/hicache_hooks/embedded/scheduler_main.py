@@ -17,6 +17,7 @@ import msgspec
 
 from hicache_hooks.embedded import messages
 from hicache_hooks.embedded.adapter import EmbeddedAdapter
+from hicache_hooks.embedded.gaps import Gaps
 from hicache_hooks.embedded.loop import FrontLink, Loop, Waker
 from hicache_hooks.embedded.pdeath import die_with
 from hicache_hooks.embedded.rank import Rank
@@ -53,9 +54,12 @@ class Process:
         options = spec.options
         self._waker = Waker()
         self._link = FrontLink(spec.front, spec.rank, spec.epoch)
-        self._rank = Rank(options, emit=self._link.send, wake=self._waker.wake, dp_rank=spec.rank)
+        gaps = Gaps()
+        self._rank = Rank(
+            options, emit=lambda message: self._link.send(gaps.told(message)), wake=self._waker.wake, dp_rank=spec.rank
+        )
         self._adapter = EmbeddedAdapter(self._rank, dp_size=options.dp, publish=self._publish)
-        self._loop = Loop(self._rank.scheduler, self._link, self._waker)
+        self._loop = Loop(self._rank.scheduler, self._link, self._waker, gaps)
         self._hook: RankHook | None = None
         if options.sidecar is not None:
             self._hook = RankHook(
