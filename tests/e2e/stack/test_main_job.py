@@ -1,6 +1,7 @@
 """The main job over HTTP: attach, write, flush, read back, policies, refusals, detach. Real processes throughout."""
 
 import json
+import resource
 import threading
 from pathlib import Path
 
@@ -149,6 +150,28 @@ def test_bad_input_is_422_and_touches_nothing(stack: Stack, body: dict[str, obje
 
 
 def test_a_store_that_one_rank_cannot_write_leaves_all_ranks_as_before(stack: Stack) -> None:
+    """Rank 1 may write no file (its own resource limit): prepare_failed names it, and rank 0 lets go of its own."""
+    before = stack.status()
+    pid = before["ranks"][1]["pid"]
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        code, answer = stack.attach("one-rank")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    assert (code, answer["error"]["code"]) == (502, "prepare_failed"), answer
+    details = answer["error"]["details"]
+    assert (details["rank"], details["rolled_back"]) == (1, True)
+    assert "rank 1" in answer["error"]["message"]
+    assert [row["rank"] for row in details["ranks"]] == [0, 1]
+    after = stack.status()
+    assert (after["state"], after["agreed"], after["drift"]) == ("detached", True, [])
+    assert [rank["hicache_storage_backend"] for rank in after["ranks"]] == [None, None]
+    assert after["hicache_write_policy"] == before["hicache_write_policy"]
+    assert stack.attach("one-rank")[0] == 200  # and nothing of the failure stands in the way of the next
+
+
+def test_a_store_that_no_rank_can_make_leaves_all_ranks_as_before(stack: Stack) -> None:
     """A directory that cannot be made: prepare_failed, nothing attached anywhere."""
     (stack.root / "not-a-directory").write_text("a file")
     code, answer = stack.attach("not-a-directory/below")
