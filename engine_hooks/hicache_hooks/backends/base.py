@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+LARGE_BATCH = 34 << 20  # 32 pages of 1 MiB with their trailers
+
 
 class Got(StrEnum):
     """Result of reading one key."""
@@ -31,6 +33,8 @@ class Manifest(msgspec.Struct, frozen=True):
     shared: bool = True  # False: node-local store
     parallel_axes: tuple[str, ...] = ()  # of ("tp", "pp"), beside dp
     summary: str = ""
+    batch_bytes: int = 8 << 20  # most bytes of one call; where more gain nothing they keep threads waiting at the end
+    calls: int = 0  # reads, and writes, at a time that it gains from; 0: as many as there are threads
 
 
 class StoreContext(msgspec.Struct, frozen=True):

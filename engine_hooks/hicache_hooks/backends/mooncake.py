@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
 from hicache_hooks.backends.mooncake_client import (
     LEASED,
     MISSING,
@@ -59,6 +59,10 @@ class MooncakeStore:
         needs_registration=True,
         parallel_axes=("tp", "pp"),
         summary="distributed memory pool; zero-copy over RDMA or tcp",
+        # A call asks the master twice and moves its pages side by side. Over tcp calls of 7 MiB cost 1.3 times the
+        # processor of those of 32 MiB, and two calls at a time 1.2 times that of one.
+        batch_bytes=LARGE_BATCH,
+        calls=1,
     )
 
     def __init__(self, options: MooncakeOptions, context: StoreContext) -> None:

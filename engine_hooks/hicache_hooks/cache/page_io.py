@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from hicache_hooks.backends.base import Got
 from hicache_hooks.cache.pages import PageFormat
 from hicache_hooks.cache.pools import HostPool
+from hicache_hooks.cache.turns import Turns
 from hicache_hooks.guard import Guard
 from hicache_hooks.signatures import takes
 
@@ -44,6 +45,9 @@ class PageIo:
         self._host = host
         self._pages = pages
         self._guard = store if isinstance(store, Guard) else None
+        manifest = self._guard.manifest if self._guard is not None else None
+        calls = manifest.calls if manifest is not None else 0
+        self._gets, self._puts = Turns(calls), Turns(calls)  # sums are made and checked outside: beside another call
         self._takes_prefix = {
             name: takes(getattr(store, name), "prefix_keys") for name in ("batch_put", "batch_get", "batch_exists")
         }
@@ -62,7 +66,8 @@ class PageIo:
             return [False] * len(keys)
         buffers = self._host.buffers(pages, STAGING_WAIT_S)
         try:
-            results = self._store.batch_get(keys, buffers.views, **self._extra("batch_get", prefix_keys))
+            with self._gets.one():
+                results = self._store.batch_get(keys, buffers.views, **self._extra("batch_get", prefix_keys))
             good = [
                 got == Got.HIT and self._sound(key, view)
                 for key, view, got in zip(keys, buffers.views, results, strict=True)
@@ -87,6 +92,7 @@ class PageIo:
             buffers.pull()
             for key, view in zip(keys, buffers.views, strict=True):
                 self._pages.seal(view, key)
-            return self._store.batch_put(keys, buffers.views, **self._extra("batch_put", prefix_keys))
+            with self._puts.one():
+                return self._store.batch_put(keys, buffers.views, **self._extra("batch_put", prefix_keys))
         finally:
             buffers.release()

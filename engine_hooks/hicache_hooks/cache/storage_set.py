@@ -34,7 +34,7 @@ class SetLimits:
 
     threads_per_direction: int = 3
     batch_pages: int = 32  # most pages per backend call; one fetch is split into such batches among the threads
-    batch_bytes: int = 8 << 20  # and most bytes: larger ones gain nothing and keep the other threads waiting at the end
+    batch_bytes: int = 8 << 20  # and most bytes, where the backend's manifest says no other number
     prefetch_fraction: float = 0.5  # pages that prefetches may own together: the rest stays for serving
     backup_fraction: float = 0.5  # pages that backups may pin together; above it writes are dropped and counted
     stall_after_s: float = 10.0  # no completion for this long while there is work: reported as stalled (F39)
@@ -67,7 +67,9 @@ class StorageSet:
         self.knobs = knobs
         self.limits = limits
         self.namespace = pages.namespace
-        self.batch_pages = max(1, min(limits.batch_pages, limits.batch_bytes // pages.page_bytes))
+        manifest = self.guard.manifest if self.guard is not None else None
+        batch_bytes = manifest.batch_bytes if manifest is not None else limits.batch_bytes
+        self.batch_pages = max(1, min(limits.batch_pages, batch_bytes // pages.page_bytes))
         self.io = PageIo(store, host, pages) if store is not None else None
         self.active = False
         self.bypassed = False
