@@ -347,7 +347,8 @@ class OperationsDocument(msgspec.Struct, frozen=True):
 
 
 class RevisionDocument(msgspec.Struct, frozen=True):
-    """One row of the history."""
+    """One row of the history. ``target`` is what the operation aimed at, ``revision`` what holds after it: of one that
+    did not commit, the revision before. The phases' times are those of a committed operation."""
 
     revision: int
     operation_id: str
@@ -359,6 +360,12 @@ class RevisionDocument(msgspec.Struct, frozen=True):
     target: DesiredState
     duration_ms: float = 0.0
     message: str = ""
+    n: int = 0  # the operation's number
+    mode: str = ""
+    began_at: str = ""
+    prepare_ms: float = 0.0
+    freeze_ms: float = 0.0
+    commit_ms: float = 0.0
 
 
 class HistoryDocument(msgspec.Struct, frozen=True):

@@ -170,6 +170,7 @@ async def test_dry_run_builds_everywhere_and_keeps_nothing(tmp_path):
         answer = await side.attach(config='{"path": "/a", "token": "tttttt"}', dry_run=True)
         assert (answer.success, answer.changed, answer.dry_run) == (True, False, True)
         assert [row["relation"] for row in answer.diff] == ["attach", "attach"]
+        assert answer.diff[0]["from"]["write_policy"] == answer.diff[0]["to"]["write_policy"] == "write_through"
         assert "tttttt" not in str(answer)
         assert stub.backends == {0: None, 1: None}
         assert all(("undo", s.rec.n) in s.log and not s.admission for s in stub.ranks.values())
@@ -236,6 +237,8 @@ async def test_history_and_rollback(tmp_path):
         assert [r.result for r in history.revisions] == ["adopted", "committed", "committed", "rolled_back"]
         row = history.revisions[1]
         assert (row.actor, row.reason, row.revision) == ("test-admin", "first", one.revision)
+        assert (row.n, row.mode, row.prepare_ms) == (one.revision, "strict", one.prepare_ms)
+        assert row.began_at <= row.at
         assert "hunter22" not in str(history)
         answer = await side.ask(api.RollbackRequest(revision=one.revision))
         assert answer.changed
@@ -260,7 +263,9 @@ async def test_events_are_numbered_and_resume(tmp_path):
         await again.aclose()
         assert resumed == seen[2:4]
         foreign = side.coordinator.watch(api.WatchRequest(last_event_id=3), ADMIN)
-        assert (await anext(foreign)).kind == "snapshot"
+        told = await anext(foreign)
+        assert (told.kind, told.data["missed_after"]) == ("snapshot", 3), "the gap is said"
+        assert "missed_after" not in snapshot.data
         await foreign.aclose()
 
 

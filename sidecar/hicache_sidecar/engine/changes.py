@@ -330,11 +330,13 @@ class Changes:
                     "rank": rank,
                     "relation": plan.relation,
                     "changed_keys": plan.changed_keys,
-                    "from": {"backend": now.backend, "extra_config": redact_config(now.extra_config)},
-                    "to": {
-                        "backend": want.hicache_storage_backend,
-                        "extra_config": want.hicache_storage_backend_extra_config,
-                    },
+                    "from": _side(now.backend, redact_config(now.extra_config), now.prefetch_policy, now.write_policy),
+                    "to": _side(
+                        want.hicache_storage_backend,
+                        want.hicache_storage_backend_extra_config,
+                        want.hicache_storage_prefetch_policy,
+                        want.hicache_write_policy,
+                    ),
                 }
             )
         return rows
@@ -376,6 +378,10 @@ def _unsupported(rank: int, can: Capabilities, what: str) -> UnsupportedByEngine
             "problems": list(can.problems),
         },
     )
+
+
+def _side(backend: str | None, config: str | None, prefetch: str | None, write: str | None) -> dict[str, str | None]:
+    return {"backend": backend, "extra_config": config, "prefetch_policy": prefetch, "write_policy": write}
 
 
 def _once(texts: Any) -> list[str]:

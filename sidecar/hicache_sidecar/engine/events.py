@@ -50,14 +50,16 @@ class EventHub:
     ) -> AsyncIterator[EventDocument]:
         """Events after ``last_event_id``; a snapshot first, when there is none or the ring no longer reaches back.
 
-        The snapshot's number is that of the last event that it contains.
+        The snapshot's number is that of the last event that it contains; ``missed_after`` in it says that there is a
+        gap, and after which event.
         """
         at = last_event_id
         while True:
             oldest = self._ring[0].id if self._ring else self._next
             if at is None or at < oldest - 1 or at > self.last_id:
+                gap = {} if at is None else {"missed_after": at}
                 at = self.last_id
-                yield EventDocument(id=at, kind="snapshot", at=now_iso(), data=snapshot())
+                yield EventDocument(id=at, kind="snapshot", at=now_iso(), data=snapshot() | gap)
                 continue
             fresh = [event for event in self._ring if event.id > at]
             for event in fresh:

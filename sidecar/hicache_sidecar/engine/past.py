@@ -13,7 +13,7 @@ from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.goals import Goal, check_shape, seconds, whole
 from hicache_sidecar.engine.operation import Job, desired_document
-from hicache_sidecar.store.records import ADOPTED, COMMITTED
+from hicache_sidecar.store.records import ADOPTED, COMMITTED, Revision
 
 CANCEL_WAIT_S = 30.0  # for the old state to be restored
 
@@ -78,6 +78,10 @@ class Past:
                     target=desired_document(row.state, row.revision),
                     duration_ms=row.duration_ms,
                     message=redact_text(row.message),
+                    n=row.n,
+                    mode=row.mode,
+                    began_at=row.began_at,
+                    **_phases(row),
                 )
                 for row in self.ctx.book.history
             ]
@@ -186,3 +190,9 @@ class Past:
             return await self.changes.apply(running, goal, plans)
 
         return await self.changes.run(job, work, progress)
+
+
+def _phases(row: Revision) -> dict[str, float]:
+    """Times of the phases, out of the recorded answer; none where it has none: an adoption, a refusal, a recovery."""
+    answer = (row.answer or {}).get("answer") or {}
+    return {name: float(answer.get(name) or 0.0) for name in ("prepare_ms", "freeze_ms", "commit_ms")}
