@@ -53,6 +53,15 @@ async def test_refusals_and_strangers_leave_one_too(audited: Trio, caplog: pytes
     assert "loopback via=http: clear confirm=ns-1 -> forbidden" in second
 
 
+async def test_a_clear_says_who_what_and_how_much(audited: Trio, caplog: pytest.LogCaptureFixture) -> None:
+    """F118: principal, scope and count."""
+    answer = api.ClearAnswer(success=True, deleted=12, namespace="ns-1", message="deleted 12 pages of ns-1", ranks=[])
+    audited[1].answer = answer
+    await audited[0].handle(api.ClearRequest(confirm="ns-1"), ROOT, lambda _: None)
+    (line,) = audit_lines(caplog)
+    assert line.startswith("audit: root uid=0 pid=42 via=socket: clear confirm=ns-1 -> ok deleted=12 namespace=ns-1")
+
+
 async def test_cancelled_and_failed_ones_as_well(audited: Trio, caplog: pytest.LogCaptureFixture) -> None:
     audited[1].wait = trio.Event()
     with trio.move_on_after(0):

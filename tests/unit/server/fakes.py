@@ -43,6 +43,7 @@ class FakeService:
     def __init__(self) -> None:
         self.seen: list[tuple[api.ApiRequest, Actor]] = []
         self.raises: Exception | None = None
+        self.answer: api.Document = ANSWER
         self.wait: trio.Event | None = None
         self.progress: list[dict[str, Any]] = []
         self.events: list[api.EventDocument] = []
@@ -60,7 +61,7 @@ class FakeService:
             await self.wait.wait()
         if self.raises is not None:
             raise self.raises
-        return STATUS if isinstance(request, api.StatusRequest) else ANSWER
+        return STATUS if isinstance(request, api.StatusRequest) else self.answer
 
     async def watch(self, request: api.WatchRequest, actor: Actor) -> AsyncIterator[api.EventDocument]:
         authorize(actor, request)
