@@ -250,7 +250,9 @@ async def test_missing_rank_refuses(tmp_path):
                 await side.attach()
             assert refused.value.details["missing_ranks"] == [5]
             assert "missing 5 of 8" in refused.value.message
-            assert (await side.status()).missing_ranks == [5]
+            document = await side.status()
+            assert document.missing_ranks == [5]
+            assert "rank 5 is not connected" in document.warnings
             assert side.coordinator.ready()[0] is False
 
 

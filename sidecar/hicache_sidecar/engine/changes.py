@@ -259,7 +259,11 @@ class Changes:
         ctx = self.ctx
         deadline = min(job.deadline, trio.current_time() + ctx.settings.validate_s)
         body = Validate(target=goal.target, mode=goal.mode, swap=goal.swap)
-        answers = await ask_within_grace(ctx, ranks if ranks is not None else ctx.sessions(), body, deadline)
+        answers: dict[int, RankAnswer] = {}
+        with trio.CancelScope() as job.early:
+            answers = await ask_within_grace(ctx, ranks if ranks is not None else ctx.sessions(), body, deadline)
+        if job.cancelled_early:  # nothing to restore, so a silent rank is not waited for
+            raise causes.cancelled(job.cancel_why, "nothing began")
         refuse_by_answers(job, answers)
         plans = {
             rank: a.answer.plan for rank, a in answers.items() if a.answer is not None and a.answer.plan is not None

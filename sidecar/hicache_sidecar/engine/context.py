@@ -189,9 +189,15 @@ class Context:
             warnings.append(self.split)
         if self.failover:
             warnings.append(self.failover)
+        if self.registry.live:
+            warnings += [f"rank {rank} is not connected{self._why_lost(rank)}" for rank in self.registry.missing_ranks]
         return status.status_document(
             self.registry, self.book.desired, self.digest, self.running, warnings, quarantined
         )
+
+    def _why_lost(self, rank: int) -> str:
+        session = self.registry.ranks.get(rank)
+        return f": {session.why_lost}" if session is not None and session.why_lost else ""
 
     def actor_name(self, actor: Actor) -> str:
         """The principal, as history and audit show it."""

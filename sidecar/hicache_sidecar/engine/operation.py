@@ -60,6 +60,7 @@ class Job:
     cancel_why: str = CANCELLED
     cancel_asked: bool = False
     cancelled_early: bool = False
+    early: trio.CancelScope | None = None  # of VALIDATE's questions
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of its task
     _secrets_of: str | None = None
     _secrets: set[str] = field(default_factory=set)
@@ -86,6 +87,8 @@ class Job:
         if self.on_cancel is not None:
             return self.on_cancel()
         self.cancelled_early = self.cancelled_early or self.phase == "validate"
+        if self.cancelled_early and self.early is not None:
+            self.early.cancel()
         return True
 
     def tell(self, message: str = "") -> None:
