@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hicache_proto.model import (
     Capabilities,
@@ -96,3 +96,22 @@ class EngineAdapter(Protocol):
 
     def wake(self) -> None:
         """*any*: make a sleeping scheduler call ``run_pending`` soon."""
+
+
+@runtime_checkable
+class Checkpoints(Protocol):
+    """An adapter whose engine can store the whole tree before it lets a store go (F58). All *scheduler*."""
+
+    def checkpoint_slice(self, built: object, budget_s: float) -> bool:
+        """Store what the store that stays lacks of the tree, for at most ``budget_s``; True when it has all: the parked
+        set ``built`` when it has a store, else the installed one. A change of live keys has nothing to do.
+
+        Raises:
+            PrepareFailed: reason ``checkpoint_failed``; nothing was cleared.
+        """
+
+    def checkpoint_waits(self) -> bool:
+        """True when only a completion can bring it forward; ``wake`` is called then."""
+
+    def end_checkpoint(self) -> None:
+        """Begin nothing more of it."""

@@ -189,7 +189,7 @@ class RankHook:
         if self._inbox or self.transaction.slicing:
             return 0.0
         limits = [] if default is None else [default]
-        if self.transaction.record.phase is RankPhase.DRAINING or self._manual.watching:
+        if self.transaction.record.phase is RankPhase.DRAINING or self._manual.watching or self.transaction.waits:
             limits.append(BUSY_SLEEP_S)
         deadline = self._deadline()
         if deadline is not None:

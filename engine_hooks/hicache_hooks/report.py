@@ -63,6 +63,9 @@ class Reporter:
         # An engine that guards its stores another way has no such methods.
         fields["guard"] = ask("guard", lambda: getattr(adapter, "guard", lambda: None)(), None)
         fields["stores"] = ask("stores", lambda: getattr(adapter, "stores", dict)(), {})
+        fields["checkpoint_pages"] = ask(
+            "checkpoint_pages", lambda: getattr(adapter, "checkpoint_pages", lambda: 0)(), 0
+        )
         layers = ask("layers", lambda: adapter.layers(), {})
         left = None if view.lease_deadline is None else max(0.0, view.lease_deadline - self._clock())
         return RankReport(

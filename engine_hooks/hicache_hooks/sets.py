@@ -34,6 +34,11 @@ class Sets:
         """B is ready."""
         self._new = [built]
 
+    @property
+    def parked(self) -> object:
+        """B, while it is parked."""
+        return self._new[0] if self._new else None
+
     def swap(self) -> None:
         """Install B, keep A. Whatever the adapter raises; then nothing changed."""
         self._old = [self._adapter.swap(self._new[0])]

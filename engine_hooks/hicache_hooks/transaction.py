@@ -9,10 +9,10 @@ changes anything. A *step* is one entry from outside: it feeds events to the tab
 measures how long the scheduler stood still, shows a new ``View`` to the other threads, and then answers every
 waiting call whose question is settled.
 
-* PREPARE starts a builder. Its result is kept aside while missing page hashes are computed in slices, one per
-  scheduler pass, so that COMMIT finds none missing; only then BUILT is fed.
+* PREPARE starts a builder. Its result is kept aside while what the tree lacks (hashes; with a checkpoint, pages in the
+  store) is made up in slices, one per scheduler pass (``readiness``); only then BUILT is fed.
 * FREEZE holds admission and tests idleness in the same step. ``drain`` tests again on every pass. FROZEN also
-  means that nothing is left to back-fill.
+  means that nothing is left to make up.
 * COMMIT looks at the lease and at idleness again, in the same step, and swaps one reference.
 * FINALIZE opens, publishes, and hands the old set to a closing thread; publication is the last act (F14).
 * A lease that ends is UNDO on this rank. ``tick`` looks at the clock itself while something is held, so that a
@@ -34,18 +34,18 @@ from hicache_hooks.faults import Faults
 from hicache_hooks.gate import Gate, operation_hold
 from hicache_hooks.idle import IdleGate
 from hicache_hooks.leases import Clock, Lease, checked_s
+from hicache_hooks.readiness import Readiness
 from hicache_hooks.sets import Sets
 from hicache_hooks.verdict import Facts, View
 from hicache_hooks.waiting import Outbox, Waiting
 from hicache_hooks.world import Injector, WorldCommand, agreed, could_switch
-from hicache_proto.errors import HicacheError, Internal, PrepareFailed, Quarantined
+from hicache_proto.errors import HicacheError, Internal, Quarantined
 from hicache_proto.hooklink import Call, Commit, Finalize, Freeze, Prepare, Thaw, Undo
 from hicache_proto.model import TargetState
 from hicache_proto.transaction import Do, On, RankEvent, RankPhase, RankRecord, rank_step
 
 log = logging.getLogger(__name__)
 
-BACKFILL_SLICE_S = 0.0005  # per scheduler pass: a decode step takes tens of milliseconds
 _HELD = (RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
 
 
@@ -65,7 +65,6 @@ class RankTransaction:
         clock: Clock,
         faults: Faults,
     ) -> None:
-        self._adapter = adapter
         self._gate = gate
         self._idle = idle
         self._world = world
@@ -77,6 +76,7 @@ class RankTransaction:
         self.record = RankRecord()
         self.view = View()
         self._target = TargetState()
+        self._ready = Readiness(adapter, idle)
         self._lease_s: dict[Do, float] = {}
         self._drain = False
         self._built: Built | None = None  # finished, being back-filled
@@ -147,7 +147,12 @@ class RankTransaction:
     @property
     def slicing(self) -> bool:
         """True while the scheduler should not sleep: the next slice can run now."""
-        return self._built is not None
+        return (self._built is not None or self._ready.finishing) and not self._ready.waits
+
+    @property
+    def waits(self) -> bool:
+        """True while a store must answer before the next slice: its completions wake the scheduler."""
+        return self._ready.waits
 
     # ------------------------------------------------------------------ messages
 
@@ -176,6 +181,7 @@ class RankTransaction:
             # The table's own memory counts too: a set that is built but still being back-filled has no thread any more.
             if older := self._builder.busy or self.record.builder_n:
                 raise busy_error(older)
+            self._ready.begin(body.target, checkpoint=body.checkpoint)
             self._target = body.target
             self._waiting.new_operation()
             self._facts = Facts()
@@ -200,6 +206,7 @@ class RankTransaction:
                     self._test_idle()
             case "thaw":
                 self._lease_s[Do.ARM_PREPARED] = command.lease_s
+                self._ready.thawed()
                 self._feed(On.THAW, n, round=command.round)
             case "commit":
                 self._commit(command)
@@ -239,14 +246,11 @@ class RankTransaction:
         if built is None:
             return
         if built.n == self.record.n and self.record.phase is RankPhase.PREPARING:
-            try:
-                if not self._backfilled():
-                    return
-            except Exception as error:
-                log.exception("operation %d: back-filling page hashes failed", built.n)
-                self._facts.build_error[built.n] = PrepareFailed(
-                    f"back-filling page hashes failed: {error}", details={"reason": "backfill"}
-                )
+            reached = self._ready.reached(built.result)
+            if reached is False:
+                return
+            if reached is not True:
+                self._facts.build_error[built.n] = reached
                 self._feed(On.BUILD_FAILED, built.n)
         # Fed in every case: for an operation that is over, the table answers CLOSE_BUILT (rule 9).
         self._feed(On.BUILT, built.n)
@@ -254,21 +258,13 @@ class RankTransaction:
         if self.record.n == built.n and self.record.phase is RankPhase.PREPARED:
             self._sets.park(built.result)
 
-    def _backfilled(self) -> bool:
-        return self._target.backend is None or self._adapter.backfill_slice(BACKFILL_SLICE_S)
-
     def _test_idle(self) -> None:
-        refusal = self._idle.refusal()
-        self._facts.refusal = refusal
-        if refusal is None:
-            try:
-                if not self._backfilled():
-                    return  # pages came in since PREPARED: go on at the next pass
-            except Exception as error:
-                self._facts.refusal = refusal = Internal(f"back-filling page hashes failed: {error}")
-        if refusal is None:
+        said = self._ready.refusal(self._sets.parked)
+        self._facts.refusal = None if isinstance(said, bool) else said
+        if said is True:
             self._feed(On.IDLE, self.record.n)
-        elif not self._drain or refusal.code != "not_idle":
+        elif said is not False and (not self._drain or said.code != "not_idle"):  # False: it goes on at the next pass
+            self._ready.thawed()
             self._feed(On.BUSY, self.record.n)
 
     def _lease_end(self) -> None:
@@ -387,6 +383,8 @@ class RankTransaction:
             yield
         finally:
             self._depth = 0
+            if self.record.phase is RankPhase.NONE:
+                self._ready.over()
             self._waiting.stood_still(kind, time.perf_counter_ns() - started)
             changed = self._show()  # before the answers: their reports are read by another thread
             if not self._waiting.settle(self.record, self._facts, self._sets) and changed:

@@ -63,6 +63,7 @@ class AttachRequest(
     hicache_storage_prefetch_policy: str | None = None
     hicache_write_policy: str | None = None
     swap: bool = False
+    checkpoint: bool = False  # with swap: first store the whole tree in the new store, or nothing changes (F58)
     dry_run: bool = False
     force: bool = False  # admin: attach a config that is quarantined
 
@@ -70,7 +71,9 @@ class AttachRequest(
 class DetachRequest(
     ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="detach", forbid_unknown_fields=True
 ):
-    pass
+    """DELETE."""
+
+    checkpoint: bool = False  # first store the whole tree in the store that is let go, or nothing changes (F58)
 
 
 class PolicyRequest(

@@ -180,6 +180,7 @@ class Prepare(msgspec.Struct, frozen=True, tag_field="type", tag="prepare"):
     target: TargetState
     prepared_s: float
     hot: bool = False
+    checkpoint: bool = False  # PREPARED and FROZEN mean that the store that stays holds the whole tree (F58)
 
 
 class Freeze(msgspec.Struct, frozen=True, tag_field="type", tag="freeze"):

@@ -171,6 +171,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     attach: bool = True
     hot: bool = False
     drain: bool = True
+    checkpoint: bool = False  # can store the whole tree before a store is let go (F58)
     tree: str = ""
     layout: str = ""
     page_size: int = 0  # tokens
@@ -286,6 +287,7 @@ class RankReport(msgspec.Struct, frozen=True):
     op_error: ErrorBody | None = None  # why op_n ended here by itself: the build or the swap failed
     stores: dict[str, StoreUsage] = {}  # by backend, with its inner connector: "file", "aibrix:ROCKSDB"
     guard: GuardReport | None = None  # of the installed store; None: detached, or the engine has no such guard
+    checkpoint_pages: int = 0  # written by the checkpoint of the operation that runs (F58)
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -55,10 +55,11 @@ class Driver:
         injector: Injector | None = None,
         clock: FakeClock | None = None,
         close_timeout_s: float = 3.0,
+        adapter: type[LightAdapter] = LightAdapter,
     ) -> None:
         self.clock = clock or FakeClock()
         self.woken = threading.Event()
-        self.adapter = LightAdapter(identity, self.woken.set)
+        self.adapter = adapter(identity, self.woken.set)
         self.hook = RankHook(
             self.adapter,
             "ipc:///nowhere",

@@ -64,6 +64,8 @@ class Script:
     validate_error: HicacheError | None = None
     sick: dict[str, str] = field(default_factory=dict)  # breaker state by backend; "open" fails its PREPARE as well
     epoch_change: EpochChange | None = None  # the attached store was found emptied
+    checkpoint_pages: int = 0  # what its checkpoint says to have written
+    freeze_error: HicacheError | None = None  # why it cannot be FROZEN although idle
 
 
 class Launch(Protocol):
@@ -95,6 +97,7 @@ class StubLink:
         self.log: list[tuple[str, int]] = []  # (phase, n) of every call taken
         self.admission: list[str] = []  # "close" and "open", in order
         self.opened: list[str | None] = []  # backends that were switched to: opened for I/O
+        self.checkpoints: list[bool] = []  # of every operation that was prepared: asked to store the tree first
         self.views: list[TargetState] = []  # SetView, for a frontend
         self.holds: dict[str, float] = {}
         self.refused: list[str] = []  # reasons of refused hellos
@@ -205,6 +208,7 @@ class StubLink:
             quarantine=self.quarantine or (self.stuck if self.script.close_stuck else ""),
             layers=dict(self.script.layers),
             guard=self._guard(),
+            checkpoint_pages=self.script.checkpoint_pages,
         )
 
     def _guard(self) -> GuardReport | None:

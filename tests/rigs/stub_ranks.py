@@ -132,6 +132,7 @@ class StubRank(StubLink):
                 self._leases["prepared"] = body.prepared_s
                 if n > self.rec.n and self.rec.phase is RankPhase.NONE and not self.rec.builder_n:
                     self._target, self._error = body.target, None
+                    self.checkpoints.append(body.checkpoint)
                 self.feed(RankEvent(On.PREPARE, n, hot=body.hot))
                 self._prepared_or_later(call)
             case Freeze():
@@ -199,13 +200,15 @@ class StubRank(StubLink):
         elif what is Said.FROZEN:
             self.answer(call, stall_us=40)
         elif what is Said.PREPARED:
-            self.answer(call, self._not_idle())
+            self.answer(call, self.script.freeze_error or self._not_idle())
         else:
             self.answer(call, Internal(f"not frozen: {what}", details={"reason": "not_frozen"}))
 
     def _look_idle(self) -> None:
         if self.rec.phase is RankPhase.DRAINING:
-            if not self.busy():
+            if self.script.freeze_error is not None:
+                self.feed(RankEvent(On.BUSY, self.rec.n))
+            elif not self.busy():
                 self.feed(RankEvent(On.IDLE, self.rec.n))
             elif not self._drain:
                 self.feed(RankEvent(On.BUSY, self.rec.n))

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hicache_hooks.cache.checkpoint import Checkpoint
 from hicache_hooks.cache.evict import Evictor
 from hicache_hooks.cache.ledger import Ended, PageLedger
 from hicache_hooks.cache.operations import Backup, Copy, Operation, Overdue, PagedOperation, Prefetch
@@ -56,6 +57,7 @@ class CacheController:
         self._prefetcher = Prefetcher(self._s, self._evictor)
         self._loader = Loader(self._s)
         self._requests: dict[str, Request] = {}
+        self.checkpoint: Checkpoint | None = None
         self._s.hashing = storage.io is not None
         storage.activate()
 
@@ -87,6 +89,20 @@ class CacheController:
     def stop_hashing(self) -> None:
         """An attach was given up: with no store installed, new nodes are not hashed any more."""
         self._s.hashing = self._s.storage.io is not None
+
+    def checkpoint_slice(self, target: StorageSet, budget_s: float) -> bool:
+        """Store what ``target`` lacks of the tree, for at most ``budget_s``; True when it has all of it (F58).
+
+        Raises:
+            PrepareFailed: see ``Checkpoint.advance``.
+        """
+        if self.checkpoint is None or self.checkpoint.target is not target:
+            self.checkpoint = Checkpoint(self._s, self._evictor, self._writer, target)
+        return self.checkpoint.advance(budget_s, time.monotonic)
+
+    def end_checkpoint(self) -> None:
+        """Begin nothing more of it. What is in flight ends as any other backup."""
+        self.checkpoint = None
 
     # -- a request's life ------------------------------------------------------------------------------------
 
@@ -263,10 +279,14 @@ class CacheController:
         match operation:
             case Overdue():
                 self._prefetcher.overdue(operation.operation)
+                if self.checkpoint is not None:
+                    self.checkpoint.overdue(operation.operation)
             case Prefetch():
                 self._prefetcher.reported(operation)
             case Backup():
                 self._writer.backed_up(operation)
+                if self.checkpoint is not None:
+                    self.checkpoint.ended(operation)
             case Copy() if operation.to_host:
                 self._writer.written(operation)
             case Copy():
@@ -281,6 +301,8 @@ class CacheController:
             return False
         s = self._s
         self._writer.leave_tree()
+        if self.checkpoint is not None:
+            self.checkpoint.forget()
         for node in s.tree.nodes():
             s.device_ledger.free_tree(node.device or [])
             s.host_ledger.free_tree(node.host or [])

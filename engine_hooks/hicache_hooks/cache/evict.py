@@ -1,5 +1,7 @@
 """Making room in L1 and L2. Never waits: a caller that gets no room tries again in a later pass (F44)."""
 
+from collections.abc import Callable
+
 from hicache_hooks.cache.radix import Node
 from hicache_hooks.cache.state import CacheState
 
@@ -11,10 +13,11 @@ class Evictor:
         self._s = state
         self.leaving = 0  # device pages whose write_back is under way: room that is about to come
 
-    def host_room(self, n: int) -> int:
+    def host_room(self, n: int, may: Callable[[Node], bool] = lambda node: True) -> int:
         """Try to have ``n`` free host pages; returns how many are free then.
 
-        First nodes that live on the host only, then host copies of nodes that are on the device as well.
+        First nodes that live on the host only, then host copies of nodes that are on the device as well; only nodes
+        that ``may`` go.
         """
         s = self._s
         if s.host_ledger.free >= n:
@@ -22,6 +25,8 @@ class Evictor:
         leaves = s.tree.host_leaves()
         while s.host_ledger.free < n and (node := leaves.pop()) is not None:
             parent = node.parent
+            if not may(node):
+                continue
             self._drop_host(node)
             s.tree.remove(node)
             leaves.evicted(parent)
@@ -30,7 +35,8 @@ class Evictor:
             for node in sorted(copies, key=lambda x: x.last_use):
                 if s.host_ledger.free >= n:
                     break
-                self._drop_host(node)
+                if may(node):
+                    self._drop_host(node)
         return s.host_ledger.free
 
     def _drop_host(self, node: Node) -> None:

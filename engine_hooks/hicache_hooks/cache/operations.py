@@ -84,6 +84,7 @@ class Copy(Operation):
         host_pages: list[int],
         to_host: bool,
         evict: bool = False,
+        store: bool = True,
     ) -> None:
         super().__init__(number, started, report)
         self.node = node
@@ -91,6 +92,7 @@ class Copy(Operation):
         self.host_pages = host_pages
         self.to_host = to_host
         self.evict = evict  # write_back: the device pages go once they are on the host
+        self.store = store  # what arrives on the host goes on to the installed store
         self._copier = copier
         self._after = copier.mark()  # recorded on the scheduler's stream: the copy starts after what is queued there
         self.expect(1)
@@ -202,6 +204,7 @@ class Backup(PagedOperation):
         super().__init__(*args, **kwargs)
         self.node = node
         self.left_tree = False  # its pages are its own: the tree was emptied meanwhile
+        self.ahead = False  # a checkpoint's: its set is not installed yet
 
     def run_batch(self, first: int, last: int) -> None:
         if self.late:

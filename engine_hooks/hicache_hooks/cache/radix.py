@@ -25,7 +25,8 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """A run of pages. ``stored_in`` is the id of the storage set that is known to hold all of them, 0 = none."""
+    """A run of pages. ``stored_in`` is the id of the storage set that is known to hold all of them, 0 = none; so is
+    ``stored_next`` of the set that a checkpoint filled before it was installed (F58)."""
 
     __slots__ = (
         "backing",
@@ -39,6 +40,7 @@ class Node:
         "last_use",
         "parent",
         "stored_in",
+        "stored_next",
         "tokens",
         "writing",
     )
@@ -54,7 +56,7 @@ class Node:
         self.host_lock = 0
         self.hits = 0
         self.last_use = 0
-        self.stored_in = 0
+        self.stored_in = self.stored_next = 0
         self.writing = False  # L1 -> L2 under way
         self.backing = False  # L2 -> L3 under way
 
@@ -173,7 +175,8 @@ class RadixTree:
         upper = Node(node.tokens[:cut], parent)
         upper.children[node.tokens[cut : cut + self.page_size]] = node
         upper.device_lock, upper.host_lock = node.device_lock, node.host_lock
-        upper.hits, upper.last_use, upper.stored_in = node.hits, node.last_use, node.stored_in
+        upper.hits, upper.last_use = node.hits, node.last_use
+        upper.stored_in, upper.stored_next = node.stored_in, node.stored_next
         upper.writing, upper.backing = node.writing, node.backing
         if node.device is not None:
             upper.device, node.device = node.device[:pages], node.device[pages:]

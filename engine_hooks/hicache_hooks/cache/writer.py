@@ -18,8 +18,14 @@ from hicache_hooks.cache.ledger import Ended
 from hicache_hooks.cache.operations import Backup, Copy
 from hicache_hooks.cache.radix import Node
 from hicache_hooks.cache.state import CacheState
+from hicache_hooks.cache.storage_set import StorageSet
 
 SELECTIVE_HITS = 2
+
+
+def holds(set_: StorageSet, node: Node) -> bool:
+    """True when the set's store acknowledged every page of the node."""
+    return set_.id in (node.stored_in, node.stored_next)
 
 
 class Writer:
@@ -45,8 +51,8 @@ class Writer:
 
     # -- L1 -> L2 --------------------------------------------------------------------------------------------
 
-    def write(self, node: Node, *, evict: bool = False) -> bool:
-        """Start copying a node to L2; False when it is not needed or there is no room."""
+    def write(self, node: Node, *, evict: bool = False, store: bool = True) -> bool:
+        """Start copying a node to L2; False when it is not needed or there is no room. ``store``: then on to L3."""
         s = self._s
         if node.device is None or node.host is not None or node.writing:
             return False
@@ -60,6 +66,7 @@ class Writer:
         copy = Copy(
             number, s.clock(), s.report, copier=set_.to_host, node=node,
             device_pages=list(node.device), host_pages=pages, to_host=True, evict=evict,
+            store=store,
         )  # fmt: skip
         if not set_.copy_out(copy):
             s.host_ledger.end(number, Ended.CANCELLED)
@@ -92,7 +99,7 @@ class Writer:
                 on_device = any(child.device is not None for child in node.children.values())
                 if node.host is not None and node.device_lock == 0 and not on_device:
                     self._evictor.drop_device(node)
-        if copy.succeeded:
+        if copy.succeeded and copy.store:
             for node, _ in segments:
                 self.back_up(node)
 
@@ -102,31 +109,42 @@ class Writer:
         """Start storing a node; False when it is not needed, not possible or over the bound."""
         s = self._s
         set_ = s.storage
-        io = set_.io
-        if io is None or not set_.stores or node.host is None or node.backing or node.stored_in == set_.id:
+        if not set_.stores or node.host is None or node.backing or holds(set_, node):
             return False
-        n = len(node.host)
         # A node larger than the bound may go when it is alone: else it would never be stored.
-        if self.pinned and self.pinned + n > set_.limits.backup_fraction * s.host.num_pages:
+        if self.pinned and self.pinned + len(node.host) > self.bound(set_):
             s.stats["dropped_backups"] += 1
             return False
+        return self.save(node, set_) is not None
+
+    def bound(self, set_: StorageSet) -> float:
+        """Host pages that backups may pin together."""
+        return set_.limits.backup_fraction * self._s.host.num_pages
+
+    def save(self, node: Node, set_: StorageSet) -> Backup | None:
+        """Start storing a node that is on L2 in ``set_``, installed or not; None when that takes nothing."""
+        s, io = self._s, set_.io
+        if io is None or set_.bypassed or node.host is None or node.backing:
+            return None
+        n = len(node.host)
         if set_.refuses("put", n):
-            return False
+            return None
         s.tree.last_hash(node)  # fills in what is missing above it as well
         backup = Backup(s.host_ledger.begin("backup"), s.clock(), s.report, set_=set_, io=io, node=node)
         backup.keys = [page_key(s.namespace, h) for h in node.hashes or []]
         backup.pages = list(node.host)
+        backup.ahead = set_ is not s.storage
         if set_.knobs.hicache_storage_pass_prefix_keys and node.parent is not None:
             above = [h for up in s.tree.path(node.parent) for h in up.hashes or []]
             backup.prefix_keys = [page_key(s.namespace, h) for h in above]
         if not set_.write(backup.cut(set_.batch_pages)):
             s.host_ledger.end(backup.number, Ended.CANCELLED)
-            return False
+            return None
         s.tree.lock_host(node)
         node.backing = True
         self.backups[backup.number] = backup
         self.pinned += n
-        return True
+        return backup
 
     def backed_up(self, backup: Backup) -> None:
         """A backup ended."""
@@ -139,7 +157,9 @@ class Writer:
             s.tree.lock_host(backup.node, -1)
             for node, _ in s.tree.segments(backup.node, n):
                 node.backing = False
-                if outcome == Ended.DONE:
+                if outcome == Ended.DONE and backup.ahead:
+                    node.stored_next = backup.stored_in
+                elif outcome == Ended.DONE:
                     node.stored_in = backup.stored_in
         s.stats["stored_pages"] += backup.good
         s.host_ledger.end(backup.number, outcome)

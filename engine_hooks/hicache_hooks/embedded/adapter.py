@@ -77,6 +77,7 @@ class EmbeddedAdapter:
             engine_version=version,
             hooks_version=version,
             hot=True,
+            checkpoint=True,
             tree="radix",
             layout=geometry.layout,
             page_size=geometry.page_size,
@@ -106,6 +107,11 @@ class EmbeddedAdapter:
         """Of the installed store; None when detached."""
         guard = self._installed.guard
         return guard.report() if guard is not None else None
+
+    def checkpoint_pages(self) -> int:
+        """Written by the checkpoint that runs."""
+        made = self._rank.cache.checkpoint
+        return made.pages if made is not None else 0
 
     def threads(self) -> list[ThreadReport]:
         """Of the installed set."""
@@ -178,6 +184,22 @@ class EmbeddedAdapter:
     def backfill_slice(self, budget_s: float) -> bool:
         """See ``CacheController.backfill_slice``."""
         return self._rank.cache.backfill_slice(budget_s)
+
+    def checkpoint_slice(self, built: object, budget_s: float) -> bool:
+        """See ``adapter.Checkpoints``."""
+        if not isinstance(built, Parked):
+            return True  # live keys: the store stays
+        target = built.set if built.guard is not None else self._installed.set
+        return target.io is None or self._rank.cache.checkpoint_slice(target, budget_s)
+
+    def checkpoint_waits(self) -> bool:
+        """See ``adapter.Checkpoints``."""
+        made = self._rank.cache.checkpoint
+        return made is not None and made.waits
+
+    def end_checkpoint(self) -> None:
+        """See ``adapter.Checkpoints``."""
+        self._rank.cache.end_checkpoint()
 
     def swap(self, new: object) -> object:
         """Replace one reference; returns what undoes it."""

@@ -66,6 +66,12 @@ def add_change(made: Parser) -> None:
     made.add_argument("--reason", default="", metavar="TEXT", help="goes to the history")
 
 
+def add_checkpoint(made: Parser) -> None:
+    """Of swap and detach."""
+    made.add_argument("--checkpoint", action="store_true",
+                      help="first store L1 and L2 in the store that stays; if that fails nothing changes")  # fmt: skip
+
+
 def change_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Request fields of ``add_change``."""
     return {

@@ -29,6 +29,8 @@ def _attach(context: Context, name: str, summary: str, arguments: list[str], **f
     args.add_config(made)
     args.add_policies(made)
     args.add_change(made)
+    if name == "swap":
+        args.add_checkpoint(made)
     if name != "check":
         made.add_argument("--force", action="store_true", help="attach a quarantined config (role admin)")
     options = args.parse(context, made, arguments)
@@ -42,6 +44,8 @@ def _attach(context: Context, name: str, summary: str, arguments: list[str], **f
     }
     if name != "check" and options.force:
         body["force"] = True
+    if name == "swap" and options.checkpoint:
+        body["checkpoint"] = True
     return _change(context, body, options)
 
 
@@ -49,8 +53,12 @@ def run_detach(context: Context, arguments: list[str]) -> int:
     """Detach; idempotent."""
     made = args.parser("detach", "Stop using the storage backend. What the store holds stays.")
     args.add_change(made)
+    args.add_checkpoint(made)
     options = args.parse(context, made, arguments)
-    return _change(context, {"type": "detach", **args.change_fields(options)}, options)
+    body = {"type": "detach", **args.change_fields(options)}
+    if options.checkpoint:
+        body["checkpoint"] = True
+    return _change(context, body, options)
 
 
 def run_policy(context: Context, arguments: list[str]) -> int:

@@ -37,6 +37,7 @@ def cause_of(
     *,
     verb: str,
     drain: bool,
+    checkpoint: bool = False,
 ) -> HicacheError:
     """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed."""
     details: dict[str, object] = {"phase": phase.value}
@@ -49,13 +50,19 @@ def cause_of(
         return cancelled(event.detail, "every rank is on the old state", details)
     if event.see is See.BUSY:
         return busy(verb, blockers)
+    if event.see is See.TIMEOUT and checkpoint and silent and phase in (CoordPhase.PREPARE, CoordPhase.FREEZE):
+        return DeadlineExceeded(
+            f"{verb}: the checkpoint was not written when time was up; nothing was cleared",
+            details=details | {"silent_ranks": silent, "reason": "checkpoint_late"},
+        )
     if event.see is See.TIMEOUT:
         return _late(phase, event, silent, blockers, details, verb=verb, drain=drain)
     if phase is CoordPhase.PREPARE:
         return PrepareFailed(event.detail or "a rank could not prepare", details=details)
-    if phase is CoordPhase.FREEZE and isinstance(error, UnsupportedByEngine):
-        # Nothing was switched: a refusal by name (a paused engine, counters that cannot be read), no roll-back.
-        return UnsupportedByEngine(event.detail or error.message, details=details, hint=error.hint)
+    if phase is CoordPhase.FREEZE and isinstance(error, UnsupportedByEngine | PrepareFailed):
+        # Nothing was switched: a refusal by name (a paused engine, counters that cannot be read, a checkpoint that the
+        # store did not take), no roll-back.
+        return type(error)(event.detail or error.message, details=details, hint=error.hint)
     return RolledBack(event.detail or "a rank did not switch", details=details)
 
 

@@ -214,6 +214,8 @@ class Changes:
                     details={"layers": {str(rank): layers}},
                 )
             job.result(rank, True, "nothing to detach" if goal.target.backend is None else "already so")
+        if goal.checkpoint:
+            notes = [*notes, "checkpoint: no store is let go, so none was taken"]
         return api.OperationAnswer(
             success=True,
             changed=False,
@@ -247,6 +249,8 @@ class Changes:
                 raise _unsupported(rank, can, "attach storage at run time")
             if goal.mode == Mode.HOT and not can.hot:
                 raise _unsupported(rank, can, "change storage under traffic (mode hot)")
+            if goal.checkpoint and not can.checkpoint:
+                raise _unsupported(rank, can, "store its tree before it lets a store go (checkpoint)", "checkpoint")
             if goal.mode == Mode.DRAIN and not can.drain:
                 raise _unsupported(rank, can, "hold its admission (mode drain)")
 
@@ -370,7 +374,7 @@ def refuse_by_answers(job: Job, answers: dict[int, RankAnswer]) -> None:
     raise DeadlineExceeded(joined, details={"ranks": ranks, "silent_ranks": sorted(said_no)})
 
 
-def _unsupported(rank: int, can: Capabilities, what: str) -> UnsupportedByEngine:
+def _unsupported(rank: int, can: Capabilities, what: str, reason: str = "") -> UnsupportedByEngine:
     return UnsupportedByEngine(
         f"rank {rank}: this engine cannot {what}: {can.engine or 'unknown engine'} {can.engine_version}, "
         f"tree {can.tree or 'unknown'}" + (f"; {'; '.join(can.problems)}" if can.problems else ""),
@@ -380,6 +384,7 @@ def _unsupported(rank: int, can: Capabilities, what: str) -> UnsupportedByEngine
             "tree": can.tree,
             "layout": can.layout,
             "problems": list(can.problems),
+            **({"reason": reason} if reason else {}),
         },
     )
 

@@ -200,7 +200,8 @@ class Drive:
                     await self._fsync_begin()
                 case Act.SEND_PREPARE:
                     self.job.enter("prepare")
-                    body = Prepare(target=move.b, prepared_s=settings.prepared_s, hot=move.mode == "hot")
+                    hot = move.mode == "hot"
+                    body = Prepare(target=move.b, prepared_s=settings.prepared_s, hot=hot, checkpoint=move.checkpoint)
                     self._send_all(body, settings.prepared_s / 3, settings.prepared_s)
                 case Act.SEND_FREEZE:
                     if math.isinf(self._wait_until) and move.wait_s > 0:
@@ -333,6 +334,9 @@ class Drive:
         if session.rank not in self.rec.participants:
             return
         report, phase = session.report, self.rec.phase
+        if report.checkpoint_pages > self.outcome.saved.get(session.rank, 0) and self.move.checkpoint:
+            self.outcome.saved[session.rank] = report.checkpoint_pages
+            self.job.tell(f"checkpoint: {sum(self.outcome.saved.values())} pages are written")
         if good := GOOD_NEWS.get(phase):
             if said(report.op_n, report.op_phase, report.op_ended, self.move.n, report.state.revision) is good:
                 self._post(CoordEvent(See.SAID, rank=session.rank, said=good))
@@ -386,5 +390,6 @@ class Drive:
             error = self._errors.get(event.rank)
             silent = sorted(before.participants - before.have)
             self.outcome.cause = causes.cause_of(
-                before.phase, event, error, silent, self.blocking.all(), verb=self.job.verb, drain=before.drain
-            )
+                before.phase, event, error, silent, self.blocking.all(), verb=self.job.verb, drain=before.drain,
+                checkpoint=self.move.checkpoint,
+            )  # fmt: skip

@@ -20,6 +20,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     target: TargetState
     mode: str = "strict"
     swap: bool = False
+    checkpoint: bool = False
     dry_run: bool = False
     force: bool = False
     wait_s: float = 0.0
@@ -48,6 +49,19 @@ def check_shape(request: api.ChangeOptions) -> None:
         raise InvalidRequest("hicache_storage_backend is empty", details={"field": "hicache_storage_backend"})
     if isinstance(request, api.PolicyRequest):
         _policy_shape(request)
+    if isinstance(request, api.AttachRequest | api.DetachRequest) and request.checkpoint:
+        _checkpoint_shape(request)
+
+
+def _checkpoint_shape(request: api.AttachRequest | api.DetachRequest) -> None:
+    """F58: it is taken while the engine stands still, of a store that is let go."""
+    field = {"field": "checkpoint"}
+    if request.mode == Mode.HOT:
+        raise InvalidRequest("a checkpoint needs mode strict or drain: under traffic it would never end", details=field)
+    if isinstance(request, api.AttachRequest) and not request.swap:
+        raise InvalidRequest("checkpoint goes with a swap or a detach", details=field)
+    if isinstance(request, api.AttachRequest) and request.dry_run:
+        raise InvalidRequest("a dry run writes nothing: it has no checkpoint", details=field)
 
 
 def _policy_shape(request: api.PolicyRequest) -> None:
@@ -105,7 +119,7 @@ def goal_of(
             return _attach(request, base, now, options)
         case api.DetachRequest():
             target = TargetState(prefetch_policy=now.prefetch_policy, write_policy=now.write_policy)
-            return Goal(kind="detach", verb="detach", target=target, **options)  # type: ignore[arg-type]
+            return Goal(kind="detach", verb="detach", target=target, checkpoint=request.checkpoint, **options)  # type: ignore[arg-type]
         case api.PolicyRequest():
             if request.knobs and now.backend is None:
                 raise InvalidRequest(
@@ -147,6 +161,7 @@ def _attach(
             write_policy=request.hicache_write_policy or now.write_policy,
         ),
         swap=request.swap,
+        checkpoint=request.checkpoint,
         dry_run=request.dry_run,
         force=request.force,
         **options,  # type: ignore[arg-type]

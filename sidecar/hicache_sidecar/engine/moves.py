@@ -31,6 +31,7 @@ class Move:
     mode: str = "strict"
     wait_s: float = 0.0
     dry_run: bool = False
+    checkpoint: bool = False
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Outcome:
     freeze_ms: float = 0.0
     commit_ms: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # pages that checkpoints wrote, by rank
 
     def took(self, phase: CoordPhase, ms: float) -> None:
         """One stay in ``phase`` ended; a phase may be entered again."""

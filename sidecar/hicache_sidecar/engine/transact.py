@@ -87,6 +87,7 @@ class Transactor:
             mode=goal.mode,
             wait_s=goal.wait_s,
             dry_run=goal.dry_run,
+            checkpoint=goal.checkpoint,
         )
 
         def fixed_answer(outcome: Outcome) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Transactor:
             freeze_ms=round(outcome.freeze_ms, 3),
             commit_ms=round(outcome.commit_ms, 3),
             warnings=[redact_text(w, job.known_secrets) for w in warnings],
-            notes=[redact_text(note, job.known_secrets) for note in notes],
+            notes=[redact_text(note, job.known_secrets) for note in (*notes, *_saved(goal, outcome))],
             dry_run=goal.dry_run,
             diff=diff or [],
         )
@@ -269,6 +270,12 @@ def ctx_revision(ctx: Context) -> int:
 def _clean_body(job: Job, error: HicacheError) -> Any:
     body = msgspec.to_builtins(error.body())
     return scrub(body, job.known_secrets)
+
+
+def _saved(goal: Goal, outcome: Outcome) -> list[str]:
+    """What the checkpoint did (F58)."""
+    pages = sum(outcome.saved.values())
+    return [f"checkpoint: {pages} pages were missing and are written"] if goal.checkpoint else []
 
 
 def _done(goal: Goal) -> str:

@@ -19,6 +19,10 @@ WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 MAX_WAIT_S = 86400.0  # one day; a longer wait is a mistake
 WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_S, description="Seconds.")]
 TimeoutSeconds = Annotated[float, Meta(gt=0, le=MAX_WAIT_S, description="Seconds for the whole operation.")]
+Checkpoint = Annotated[
+    bool,
+    Meta(description="Swap, detach: first store L1 and L2 in the store that stays; if that fails nothing changes."),
+]
 Reason = Annotated[str, Meta(max_length=1024, description="Shown in the history and the audit line.")]
 
 
@@ -35,6 +39,7 @@ class AttachBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     hicache_write_policy: WritePolicy | None = None
     mode: ModeName = "strict"
     swap: bool = False
+    checkpoint: Checkpoint = False
     wait_timeout_s: WaitSeconds = 0.0
     timeout_s: TimeoutSeconds = DEFAULT_TIMEOUT_S
     dry_run: bool = False
@@ -46,6 +51,7 @@ class DetachQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Query parameters of DELETE /hicache/storage-backend."""
 
     mode: ModeName = "strict"
+    checkpoint: Checkpoint = False
     wait_timeout_s: WaitSeconds = 0.0
     timeout_s: TimeoutSeconds = DEFAULT_TIMEOUT_S
     reason: Reason = ""
