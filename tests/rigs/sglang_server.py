@@ -24,10 +24,12 @@ FLAGS = {
     "tp1": ["--sleep-on-idle"],
     "tp2": ["--tp", "2", "--sleep-on-idle"],
     "dp2": ["--dp", "2", "--sleep-on-idle"],
+    # Starts here, but cannot generate on a CPU.
+    "dpattention": ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--sleep-on-idle"],
     # A spinning scheduler with the Python tree, and storage from its own command line.
     "startup": ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"],
 }
-RANKS = {"tp1": 1, "tp2": 2, "dp2": 2, "startup": 1}
+RANKS = {"tp1": 1, "tp2": 2, "dp2": 2, "dpattention": 2, "startup": 1}
 HIT = 1984  # of a prompt of 2048 tokens: its last page is always computed
 
 # Where the sidecar dies when its file is armed (``Stack.arm``); grammar: hicache_proto.faults.
@@ -146,7 +148,7 @@ class Stack:
             "HICACHE_SIDECAR": self.sidecar.endpoint,
             "HICACHE_DYNAMIC_BACKENDS": ",".join(
                 f"rig_stores:{name}"
-                for name in ("PlainStore", "OneRankFails", "SlowStart", "HangingGet", "HangingPages")
+                for name in ("PlainStore", "OneRankFails", "SlowStart", "FailingStore", "HangingGet", "HangingPages")
             ),
             "PYTHONPATH": f"{self._hooks}:{RIG / 'stores'}",
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "",

@@ -6,7 +6,7 @@ import pytest
 from tests.rigs.procs import ProcessFailed
 from tests.rigs.sglang_server import Fleet, Stack
 
-PLACES = {"none": 0, "tp1": 1, "tp2": 2, "dp2": 3, "startup": 4}  # tests without a server come first
+PLACES = {"none": 0, "tp1": 1, "tp2": 2, "dp2": 3, "dpattention": 4, "startup": 5}  # tests without a server come first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

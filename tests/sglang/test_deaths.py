@@ -67,7 +67,7 @@ def test_the_engine_dies_in_an_operation(stack: Stack) -> None:
     before = stack.server.generate(ids)
     until(lambda: len(stack.pages("kept")) >= 32, "pages in the store")
     with ThreadPoolExecutor(1) as pool:
-        swap = pool.submit(stack.put, stack.dynamic("SlowStart", "slow", {"start_s": 20}, swap=True))
+        swap = pool.submit(stack.put, stack.dynamic("SlowStart", "slow", {"start_s": 20}, swap=True, wait_timeout_s=10))
         until(lambda: _phase(stack) == "prepare", "an operation in PREPARE")
         stack.server.process.kill()
         code, answer = swap.result(CALL_S)

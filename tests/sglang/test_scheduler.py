@@ -1,9 +1,11 @@
 """The hooks inside the real scheduler: admission, aborts, health, wake-ups, threads that died, a paused engine."""
 
+import os
 import statistics
 import subprocess
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from tests.rigs.sglang_server import (
 )
 
 HOLD_S = 60.0
+REST = 0.1  # of a processor; a scheduler that sleeps uses a few hundredths, one that spins all it can get
+REST_OVER_S = 1.5
 ROUNDS = 15
 
 
@@ -136,6 +140,45 @@ def test_a_sleeping_scheduler_wakes_within_milliseconds(stack: Stack) -> None:
         assert code == 200, answer
     resume(stack)
     assert statistics.median(took) < 0.25  # the sleep alone would be 0.5 s in the mean
+
+
+@pytest.mark.parametrize("topology", ["tp1", "tp2"])
+def test_a_sleeping_scheduler_sleeps_again_after_an_operation(stack: Stack) -> None:
+    """Its wake-ups are forgotten: one that stays readable in the engine's poller makes it spin for good, unseen."""
+    pids = [rank["pid"] for rank in stack.status()["ranks"]]
+    resting(pids)
+    stack.attach("asleep", wait_timeout_s=10)
+    resting(pids)
+    assert stack.put(stack.body("asleep-too", swap=True, wait_timeout_s=10))[0] == 200
+    resting(pids)
+    drained(stack)
+    resting(pids)  # a closed gate is no reason to spin either
+    resume(stack)
+    stack.detach("?wait_timeout_s=10")
+    resting(pids)
+
+
+def resting(pids: list[int]) -> None:
+    """Wait until no process uses more than ``REST`` of a processor for ``REST_OVER_S``; a spinning one never does."""
+    sampled = (time.monotonic(), [_processor_s(pid) for pid in pids])
+
+    def rests() -> bool:
+        nonlocal sampled
+        began, before = sampled
+        span = time.monotonic() - began
+        if span < REST_OVER_S:
+            return False
+        now = [_processor_s(pid) for pid in pids]
+        sampled = (time.monotonic(), now)
+        return all(after - was < REST * span for was, after in zip(before, now, strict=True))
+
+    until(rests, f"rest of the processes {pids}")
+
+
+def _processor_s(pid: int) -> float:
+    """User and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("topology", ["tp1", "tp2"])

@@ -87,6 +87,7 @@ def test_the_engines_own_changes_over_ours_are_drift(stack: Stack) -> None:
     stack.server.flush()
     assert from_storage(stack.server.generate(ids)) >= HIT
 
+    stack.server.flush()  # nothing is on its way to the store any more
     last = _last_event(stack)
     assert stack.server.storage("POST", path="/clear")[0] == 200
     assert stack.pages("ours") == set()

@@ -36,6 +36,24 @@ class SlowStart(PlainStore):
         time.sleep(float(self.options.get("start_s", 3.0)))
 
 
+class FailingStore(PlainStore):
+    """Every call raises while the file named by the option `down_file` exists: a store whose server is gone."""
+
+
+def _down_or(name):
+    def call(self, *args, **kwargs):
+        if os.path.exists(self.options["down_file"]):
+            raise ConnectionError("the store's server is gone")
+        return getattr(PlainStore, name)(self, *args, **kwargs)
+
+    return call
+
+
+for _name in ("exists", "batch_exists", "batch_exists_v2", "get", "batch_get", "batch_get_v2", "set", "batch_set",
+              "batch_set_v2"):  # fmt: skip
+    setattr(FailingStore, _name, _down_or(_name))
+
+
 class HangingGet(PlainStore):
     """`batch_get` does not return while the file named by the option `hang_file` exists."""
 
