@@ -10,6 +10,9 @@ import msgspec
 
 from hicache_proto.errors import ErrorBody
 from hicache_proto.failover import FailoverDocument, FailoverRequest, SetFailoverRequest
+from hicache_proto.history import DesiredState as DesiredState
+from hicache_proto.history import HistoryDocument as HistoryDocument
+from hicache_proto.history import RevisionDocument as RevisionDocument
 from hicache_proto.model import (
     Blocker,
     Capabilities,
@@ -221,16 +224,6 @@ class RankStatus(msgspec.Struct, frozen=True):
     guard: GuardReport | None = None
 
 
-class DesiredState(msgspec.Struct, frozen=True):
-    """Desired state with secrets redacted."""
-
-    hicache_storage_backend: str | None = None
-    hicache_storage_backend_extra_config: str | None = None
-    hicache_storage_prefetch_policy: str | None = None
-    hicache_write_policy: str | None = None
-    revision: int = 0
-
-
 class StatusDocument(msgspec.Struct, frozen=True):
     """GET /hicache/storage-backend. The first four fields are as in SGLang."""
 
@@ -347,32 +340,6 @@ class OperationDocument(msgspec.Struct, frozen=True):
 
 class OperationsDocument(msgspec.Struct, frozen=True):
     operations: list[OperationDocument]
-
-
-class RevisionDocument(msgspec.Struct, frozen=True):
-    """One row of the history. ``target`` is what the operation aimed at, ``revision`` what holds after it: of one that
-    did not commit, the revision before. The phases' times are those of a committed operation."""
-
-    revision: int
-    operation_id: str
-    kind: str
-    result: str  # "committed", "rolled_back", "adopted"
-    actor: str
-    reason: str
-    at: str
-    target: DesiredState
-    duration_ms: float = 0.0
-    message: str = ""
-    n: int = 0  # the operation's number
-    mode: str = ""
-    began_at: str = ""
-    prepare_ms: float = 0.0
-    freeze_ms: float = 0.0
-    commit_ms: float = 0.0
-
-
-class HistoryDocument(msgspec.Struct, frozen=True):
-    revisions: list[RevisionDocument]
 
 
 class EventDocument(msgspec.Struct, frozen=True):
