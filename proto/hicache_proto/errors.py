@@ -80,6 +80,12 @@ class NotFound(HicacheError):
     code, status, exit_code = "not_found", 404, 1
 
 
+class MethodNotAllowed(HicacheError):
+    """HTTP only: the route is there, and not for this method. The ``Allow`` header names those that are."""
+
+    code, status, exit_code = "method_not_allowed", 405, 1
+
+
 class AlreadyAttached(HicacheError):
     """Another backend, or the same one with other options, is attached and ``swap`` was not asked for."""
 
@@ -187,10 +193,10 @@ class DeadlineExceeded(HicacheError):
 ERRORS: dict[str, type[HicacheError]] = {
     cls.code: cls
     for cls in (
-        NotIdle, Unauthenticated, Forbidden, NotFound, AlreadyAttached, OperationInProgress, Quarantined,
-        RevisionMismatch, TooLarge, InvalidRequest, InvalidConfig, UnknownBackend, BackendUnavailable,
-        LayoutUnsupported, UnsupportedByEngine, Internal, Inconsistent, PrepareFailed, RolledBack, NoEngine,
-        DeadlineExceeded,
+        NotIdle, Unauthenticated, Forbidden, NotFound, MethodNotAllowed, AlreadyAttached, OperationInProgress,
+        Quarantined, RevisionMismatch, TooLarge, InvalidRequest, InvalidConfig, UnknownBackend,
+        BackendUnavailable, LayoutUnsupported, UnsupportedByEngine, Internal, Inconsistent, PrepareFailed, RolledBack,
+        NoEngine, DeadlineExceeded,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ TABLE = {
     "unauthenticated": (401, 8),
     "forbidden": (403, 8),
     "not_found": (404, 1),
+    "method_not_allowed": (405, 1),  # added: a code has one status, and this was invalid_request with another
     "already_attached": (409, 7),
     "operation_in_progress": (409, 7),
     "quarantined": (409, 7),

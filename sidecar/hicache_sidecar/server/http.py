@@ -18,7 +18,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from hicache_proto import api
-from hicache_proto.errors import ErrorBody, Forbidden, InvalidRequest, NoEngine, NotFound, TooLarge
+from hicache_proto.errors import ErrorBody, Forbidden, InvalidRequest, MethodNotAllowed, NoEngine, NotFound, TooLarge
 from hicache_proto.framing import MAX_FRAME_BYTES
 from hicache_sidecar.core.actor import Actor, Role, authorize
 from hicache_sidecar.core.service import Service
@@ -63,9 +63,8 @@ class HttpApi:
                 scope["hicache.actor"] = self._tokens().actor(request.headers.get("authorization"))
             await self._router(scope, receive, send)
         except Exception as exc:
-            response = error_response(refusal(exc, self._counters, "http"))
-            if isinstance(exc, _MethodNotAllowed):
-                response = error_response(exc.body(), status=405, headers={"Allow": exc.allow})
+            headers = {"Allow": str(exc.details.get("allow", ""))} if isinstance(exc, MethodNotAllowed) else None
+            response = error_response(refusal(exc, self._counters, "http"), headers=headers)
             self._count(scope, response.status_code)
             await response(scope, receive, send)
 
@@ -131,16 +130,9 @@ class _Resource:
         request = Request(scope, receive)
         route = self._methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
-            raise _MethodNotAllowed(request.method, self._methods)
+            allow = ", ".join(sorted(self._methods))
+            raise MethodNotAllowed(f"this route does not take {request.method[:20]}", details={"allow": allow})
         await self._http.serve_route(route, request, send)
-
-
-class _MethodNotAllowed(InvalidRequest):
-    """405: the one answer whose status is not its code's."""
-
-    def __init__(self, method: str, allowed: dict[str, Route]) -> None:
-        self.allow = ", ".join(sorted(allowed))
-        super().__init__(f"this route does not take {method}", details={"reason": "method_not_allowed"})
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +227,7 @@ def _bytes(body: bytes, media: str, *, status: int = 200, headers: dict[str, str
     return Response(body, status_code=status, headers=common | (headers or {}))
 
 
-def error_response(body: ErrorBody, *, status: int | None = None, headers: dict[str, str] | None = None) -> Response:
+def error_response(body: ErrorBody, *, headers: dict[str, str] | None = None) -> Response:
     """The one error answer: shape, status, and the headers that go with a code."""
     extra = dict(headers or {})
     retry = retry_after_s(body)
@@ -245,7 +237,7 @@ def error_response(body: ErrorBody, *, status: int | None = None, headers: dict[
         extra["WWW-Authenticate"] = 'Bearer realm="hicache-sidecar"'
     if body.code == "too_large":
         extra["Connection"] = "close"  # the rest of the body is never read
-    return _json(api.ErrorDocument(error=body), status=status or status_of(body), headers=extra)
+    return _json(api.ErrorDocument(error=body), status=status_of(body), headers=extra)
 
 
 def _etag(document: api.Document) -> dict[str, str]:

@@ -125,7 +125,7 @@ async def test_unknown_route_and_method_have_the_error_shape(site: Site, locked:
     missing = await site.call("GET", "/hicache/nothing")
     assert (missing.status, missing.code) == (404, "not_found")
     method = await site.call("PATCH", BACKEND)
-    assert (method.status, method.json["error"]["details"]["reason"]) == (405, "method_not_allowed")
+    assert (method.status, method.code) == (405, "method_not_allowed")
     assert method.headers["allow"] == "DELETE, GET, PUT"
     assert (await locked.call("GET", "/hicache/nothing")).status == 401
 
