@@ -27,7 +27,9 @@ _HOLDS = {
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
-    """value / comparison, where both are numbers."""
+    """value / comparison, where both are numbers; or what a bench of alternating rounds says (``paired_ratio``)."""
+    if isinstance(row.get("paired_ratio"), float):
+        return float(row["paired_ratio"])
     comparison = row.get("comparison")
     if not isinstance(comparison, int | float) or isinstance(comparison, bool) or not comparison:
         return None

@@ -55,6 +55,7 @@ def rows_of(name: str, found: dict[str, dict[str, float]]) -> list[dict[str, Any
             "value": round(rates[kind], 3),
             "unit": "GB/s",
             "comparison": round(rates[f"their {kind}"], 3),
+            "paired_ratio": rates[f"{kind} ratio"],
             "compared_with": "its client's loop",
             "target": TARGETS[mode],
         }

@@ -19,6 +19,7 @@ class Loop(Protocol):
 
     def put(self, keys: list[str], pages: Pages) -> None: ...
     def get(self, keys: list[str], pages: Pages) -> None: ...
+    def forget(self, keys: list[str]) -> None: ...  # not timed: makes room for the next round
 
 
 def address(memory: memoryview) -> int:
@@ -44,6 +45,10 @@ class FileLoop:
                 raise OSError("short read")
             os.close(fd)
 
+    def forget(self, keys: list[str]) -> None:
+        for key in keys:
+            os.unlink(self.root / key)
+
 
 class NixlLoop:
     """One transfer of all pages, as notes of NIXL's examples do it."""
@@ -68,6 +73,11 @@ class NixlLoop:
 
     def get(self, keys: list[str], pages: Pages) -> None:
         self._move("READ", keys, pages)
+
+    def forget(self, keys: list[str]) -> None:
+        if self.segment == "FILE":
+            for key in keys:
+                os.unlink(self.root / key)
 
     def _move(self, op: str, keys: list[str], pages: Pages) -> None:
         agent, size = self.agent, pages[0].nbytes
@@ -113,6 +123,9 @@ class RedisLoop:
             for page, value in zip(pages[i : i + 16], found, strict=True):
                 page[:] = value
 
+    def forget(self, keys: list[str]) -> None:
+        self.client.delete(*(f"loop:{key}" for key in keys))
+
 
 class MooncakeLoop:
     """batch_put_from and batch_get_into of 32 pages each."""
@@ -129,6 +142,9 @@ class MooncakeLoop:
 
     def get(self, keys: list[str], pages: Pages) -> None:
         self._move(self.client.batch_get_into, keys, pages, pages[0].nbytes)
+
+    def forget(self, keys: list[str]) -> None:
+        self.client.batch_remove([f"loop{key}" for key in keys], True)
 
     def _move(self, call: Callable[..., list[int]], keys: list[str], pages: Pages, right: int) -> None:
         for i in range(0, len(keys), 32):
@@ -174,6 +190,10 @@ class AibrixLoop:
             for tensor, page in zip(handle.to_tensors(), pages[i : i + 32], strict=True):
                 self.torch.frombuffer(page, dtype=self.torch.uint8).copy_(tensor.view(self.torch.uint8).reshape(-1))
             handle.release()
+
+    def forget(self, keys: list[str]) -> None:
+        for i in range(0, len(keys), 32):
+            self.manager.delete(None, self.hashes(keys[i : i + 32], self.tokens))
 
 
 LOOPS: dict[str, Callable[[dict[str, Any], memoryview, Path], Loop]] = {

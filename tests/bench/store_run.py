@@ -25,8 +25,9 @@ from hicache_hooks.cache.pages import PageFormat
 from hicache_proto.model import TargetState
 
 PAGES = 256
-ROUNDS = 3  # after one that warms up
+ROUNDS = 11  # after one that warms up
 BUDGET_S = 40.0  # per mode: no further round after that
+KINDS = ("put", "get")
 
 
 class Unsummed(PageFormat):
@@ -58,8 +59,11 @@ def opened(name: str, config: dict[str, Any], ours: Ours) -> Any:
 
 
 def measure(name: str, config: dict[str, Any], page_format: type[PageFormat], root: Path) -> dict[str, float]:
-    """Medians in GB/s: ``put``, ``get``, ``their put``, ``their get``."""
-    rates: dict[str, list[float]] = {kind: [] for kind in ("put", "get", "their put", "their get")}
+    """Medians in GB/s: ``put``, ``get``, ``their put``, ``their get``; and ``put ratio``, ``get ratio``.
+
+    A ratio is the median of the rounds' own: what disturbs this machine for a round disturbs both sides of it.
+    """
+    rates: dict[str, list[float]] = {name: [] for kind in KINDS for name in (kind, f"their {kind}", f"{kind} ratio")}
     ours = Ours(PAGES, page_format)
     place = root / page_format.__name__
     place.mkdir()
@@ -84,14 +88,14 @@ def measure(name: str, config: dict[str, Any], page_format: type[PageFormat], ro
             keys = [f"{page_format.__name__}-{turn}-{i}" for i in range(PAGES)]
             found["their put"] = timed(lambda: loop.put(keys, pages))
             found["their get"] = timed(lambda: loop.get(keys, pages))
-            for path in place.glob("*-*"):
-                path.unlink()
+            loop.forget(keys)
 
         for step in (us, them) if turn % 2 else (them, us):
             step()
-        for kind in rates:
+        found |= {f"{kind} ratio": found[kind] / found[f"their {kind}"] for kind in KINDS}
+        for name in rates:
             if turn:
-                rates[kind].append(found[kind])
+                rates[name].append(found[name])
         if turn and time.monotonic() > end:
             break
     ours.close()
