@@ -165,7 +165,7 @@ class LinkAgent:
         self._post(session, lambda: Notice(session=session, kind=kind, report=self._report(), detail=detail), None)
 
     def changed(self) -> None:
-        """The rank's state changed: heartbeat now, and look at the deadline again."""
+        """The rank's state changed: heartbeat soon, and look at the deadline again now."""
         self._beat_now = True
         self._signal()
 
@@ -375,7 +375,9 @@ class LinkAgent:
                 log.warning("answer: %s", error)
 
     def _beat(self, socket: "zmq.Socket[bytes]", now: float) -> None:
-        if not self._session.beat_due(now, self._beat_now):
+        if self._beat_now:
+            self._session.changed(now)
+        if not self._session.beat_due(now):
             return
         self._beat_now = False  # before the report is read: a later change beats again
         self._send(socket, Heartbeat(session=self._session.id, report=self._report()))

@@ -13,18 +13,11 @@ import msgspec
 
 from hicache_hooks.adapter import EngineAdapter
 from hicache_hooks.faults import Faults
+from hicache_hooks.helpers import Helpers
 from hicache_proto.errors import HicacheError, PrepareFailed
 from hicache_proto.model import TargetState
 
 log = logging.getLogger(__name__)
-
-Launch = Callable[[Callable[[], None]], None]
-"""Runs a short job on a thread that may wait: ``LinkAgent.run_soon``."""
-
-
-def launch_here(job: Callable[[], None]) -> None:
-    """Run it in the caller: where no agent runs."""
-    job()
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -39,13 +32,13 @@ class Builder:
     """The one builder of a rank. ``start`` and ``cancel`` are called on the scheduler thread."""
 
     def __init__(
-        self, adapter: EngineAdapter, done: Callable[[Built], None], faults: Faults, launch: Launch = launch_here
+        self, adapter: EngineAdapter, done: Callable[[Built], None], faults: Faults, helpers: Helpers | None = None
     ) -> None:
         """``done`` is called off the scheduler thread, once per ``start``, and must not raise."""
         self._adapter = adapter
         self._done = done
         self._faults = faults
-        self._launch = launch
+        self._helpers = helpers or Helpers()
         self._cancelled: threading.Event | None = None
         self._running_n: int | None = None  # written by both threads, each in one store
 
@@ -62,19 +55,16 @@ class Builder:
         """
         if self._running_n is not None:
             raise busy_error(self._running_n)
-        self._running_n, self._cancelled = n, threading.Event()
-        thread = threading.Thread(
-            target=self._run, args=(n, target, self._cancelled), name=f"hicache-build-{n}", daemon=True
+        self._running_n = n
+        cancelled = self._cancelled = threading.Event()
+        self._helpers.run(
+            lambda: self._run(n, target, cancelled), f"hicache-build-{n}", lambda error: self._no_thread(n, error)
         )
-        self._launch(lambda: self._begin(n, thread))
 
-    def _begin(self, n: int, thread: threading.Thread) -> None:
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._running_n = None
-            message = f"cannot start a builder thread: {error}"
-            self._done(Built(n=n, error=PrepareFailed(message, details={"reason": "no_thread"})))
+    def _no_thread(self, n: int, error: RuntimeError) -> None:
+        self._running_n = None
+        message = f"cannot start a builder thread: {error}"
+        self._done(Built(n=n, error=PrepareFailed(message, details={"reason": "no_thread"})))
 
     def cancel(self) -> None:
         """Tell a running builder that nobody waits any more; it stops at its next look."""

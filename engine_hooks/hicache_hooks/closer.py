@@ -12,8 +12,8 @@ from collections.abc import Callable
 import msgspec
 
 from hicache_hooks.adapter import EngineAdapter
-from hicache_hooks.builder import Launch, launch_here
 from hicache_hooks.faults import Faults
+from hicache_hooks.helpers import Helpers
 
 log = logging.getLogger(__name__)
 
@@ -39,50 +39,55 @@ class Closer:
         done: Callable[[Closed], None],
         faults: Faults,
         timeout_s: float = CLOSE_S,
-        launch: Launch = launch_here,
+        helpers: Helpers | None = None,
     ) -> None:
         """``done`` is called off the scheduler thread after each attempt, and must not raise."""
         self._adapter = adapter
         self._done = done
         self._faults = faults
         self._timeout_s = timeout_s
-        self._launch = launch
+        self._helpers = helpers or Helpers()
         self._tickets = 0
         self._leaving = threading.Event()
-        self._threads: dict[int, threading.Thread] = {}
+        self._running: dict[int, threading.Event] = {}  # set when its thread is through
 
     def close(self, parked: object) -> int:
         """Start closing; returns the ticket that ``Closed`` will carry."""
         self._tickets += 1
         ticket = self._tickets
-        thread = threading.Thread(target=self._run, args=(ticket, parked), name=f"hicache-close-{ticket}", daemon=True)
-        self._threads = {key: t for key, t in self._threads.items() if t.ident is None or t.is_alive()}
-        self._threads[ticket] = thread
-        self._launch(lambda: self._begin(ticket, thread))
+        over = threading.Event()
+        self._running = {key: event for key, event in self._running.items() if not event.is_set()}
+        self._running[ticket] = over
+        self._helpers.run(
+            lambda: self._run(ticket, parked, over),
+            f"hicache-close-{ticket}",
+            lambda error: self._no_thread(ticket, over, error),
+        )
         return ticket
 
-    def _begin(self, ticket: int, thread: threading.Thread) -> None:
-        try:
-            thread.start()
-        except RuntimeError as error:  # out of threads: it stays open, and is told as quarantine
-            log.error("no thread to close a storage set with: %s", error)
-            self._done(Closed(ticket, stuck=("no_thread",), error=str(error)))
+    def _no_thread(self, ticket: int, over: threading.Event, error: RuntimeError) -> None:
+        """Out of threads: the set stays open, and is told as quarantine."""
+        log.error("no thread to close a storage set with: %s", error)
+        over.set()
+        self._done(Closed(ticket, stuck=("no_thread",), error=str(error)))
 
     def stop(self, timeout_s: float) -> None:
         """Give up retries and wait for running attempts, ``timeout_s`` seconds for each at most."""
         self._leaving.set()
-        for thread in list(self._threads.values()):
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(timeout_s)
+        for over in list(self._running.values()):
+            over.wait(timeout_s)
 
-    def _run(self, ticket: int, parked: object) -> None:
+    def _run(self, ticket: int, parked: object, over: threading.Event) -> None:
         pause_s = RETRY_FIRST_S
-        while True:
-            closed = self._attempt(ticket, parked)
-            self._done(closed)
-            if not closed.stuck or self._leaving.wait(pause_s):
-                return
-            pause_s = min(RETRY_MAX_S, pause_s * 2)
+        try:
+            while True:
+                closed = self._attempt(ticket, parked)
+                self._done(closed)
+                if not closed.stuck or self._leaving.wait(pause_s):
+                    return
+                pause_s = min(RETRY_MAX_S, pause_s * 2)
+        finally:
+            over.set()
 
     def _attempt(self, ticket: int, parked: object) -> Closed:
         try:

@@ -35,6 +35,7 @@ from hicache_hooks.builder import Builder, Built
 from hicache_hooks.closer import CLOSE_S, Closed, Closer
 from hicache_hooks.faults import Faults
 from hicache_hooks.gate import Gate
+from hicache_hooks.helpers import Helpers
 from hicache_hooks.idle import IdleGate
 from hicache_hooks.leases import Clock, monotonic
 from hicache_hooks.manual import Manual
@@ -71,6 +72,7 @@ class RankHook:
         "_closer",
         "_engine_id",
         "_epoch",
+        "_helpers",
         "_inbox",
         "_incarnation",
         "_manual",
@@ -133,14 +135,15 @@ class RankHook:
             faults=self.faults,
             context=context,
         )
-        self._closer = Closer(adapter, self._post, self.faults, close_timeout_s, self.agent.run_soon)
+        self._helpers = Helpers(self.agent.run_soon)
+        self._closer = Closer(adapter, self._post, self.faults, close_timeout_s, self._helpers)
         world = injector or Alone()
         self.transaction = RankTransaction(
             adapter,
             gate=self.gate,
             idle=self.idle,
             world=world,
-            builder=Builder(adapter, self._post, self.faults, self.agent.run_soon),
+            builder=Builder(adapter, self._post, self.faults, self._helpers),
             closer=self._closer,
             outbox=self.agent,
             clock=clock,
@@ -149,7 +152,7 @@ class RankHook:
         if isinstance(world, Alone):
             world.bind(self.transaction.execute)
         self._reporter = Reporter(adapter, self.gate, lambda: self.transaction.view, clock)
-        self._queries = Queries(adapter, self.agent)
+        self._queries = Queries(adapter, self.agent, self._helpers)
         _hooks.add(self)
         if start:
             self.agent.start()
@@ -225,6 +228,7 @@ class RankHook:
             self._dispose(item)
         self.agent.stop(reason, timeout_s)
         self._closer.stop(timeout_s)
+        self._helpers.stop(timeout_s)
         _hooks.discard(self)
 
     # ------------------------------------------------------------------ any thread

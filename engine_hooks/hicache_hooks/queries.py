@@ -1,8 +1,7 @@
 """Stateless calls, answered without the scheduler: report, validate, describe, bypass, clear.
 
-Called on the agent thread. What may take long (files are read, packages looked for, a store emptied) runs on a
-short-lived thread of its own, so that heartbeats go on; their number is bounded, and a call over the bound is
-refused at once (F46).
+Called on the agent thread. What may take long (files are read, packages looked for, a store emptied) runs on a helper
+thread, so that heartbeats go on; their number is bounded, and a call over the bound is refused at once (F46).
 """
 
 import logging
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hicache_hooks.adapter import EngineAdapter
+from hicache_hooks.helpers import Helpers
 from hicache_proto.errors import HicacheError, Internal, UnsupportedByEngine
 from hicache_proto.hooklink import AskReport, Bypass, Call, ClearNamespace, Describe, SetView, Validate
 from hicache_proto.model import Plan
@@ -41,9 +41,10 @@ class Answers(Protocol):
 class Queries:
     """Answers the stateless calls of one rank."""
 
-    def __init__(self, adapter: EngineAdapter, out: Answers) -> None:
+    def __init__(self, adapter: EngineAdapter, out: Answers, helpers: Helpers | None = None) -> None:
         self._adapter = adapter
         self._out = out
+        self._helpers = helpers or Helpers()
         self._slots = threading.BoundedSemaphore(MAX_HELPERS)
 
     def take(self, call: Call) -> bool:
@@ -79,11 +80,11 @@ class Queries:
             finally:
                 self._slots.release()
 
-        try:
-            threading.Thread(target=run, name=f"hicache-{call.phase}", daemon=True).start()
-        except RuntimeError as failure:
+        def no_thread(failure: RuntimeError) -> None:
             self._slots.release()
             self._out.answer(call, ok=False, error=Internal(f"no thread: {failure}", details={"reason": "no_thread"}))
+
+        self._helpers.run(run, f"hicache-{call.phase}", no_thread)
 
     def _run(self, call: Call, work: Callable[[], Result]) -> None:
         try:

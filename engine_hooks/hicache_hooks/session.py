@@ -15,6 +15,7 @@ BACKOFF_MAX_S = 5.0
 HEARTBEAT_RANGE_S = (0.05, 60.0)
 REFUSED_RANGE_S = (0.1, 60.0)
 MAX_WAIT_S = 5.0  # no wait is longer, whatever the state says
+BEAT_SOON_S = 0.02  # a change is told this soon, unless an answer that tells it goes out before
 REWAKE_S = 0.25  # a scheduler that did not act on a lease's end is woken again after this
 
 
@@ -30,6 +31,7 @@ class Session:
         self._hello_at = 0.0
         self._welcome_by = 0.0
         self._next_beat = 0.0
+        self._tell_by: float | None = None  # a change that nobody was told yet
         self._backoff_s = 0.0
         self._heartbeat_s = HEARTBEAT_S
         self._told: tuple[float | None, float] = (None, 0.0)  # the deadline that was passed on, and when
@@ -77,15 +79,22 @@ class Session:
         """True when no welcome came in time."""
         return self.said_hello and not self.welcomed and now >= self._welcome_by
 
-    def beat_due(self, now: float, changed: bool) -> bool:
+    def changed(self, now: float) -> None:
+        """There is something to tell."""
+        if self._tell_by is None:
+            self._tell_by = now + BEAT_SOON_S
+
+    def beat_due(self, now: float) -> bool:
         """True when a heartbeat must go out now; counts it as sent."""
-        if not self.welcomed or (not changed and now < self._next_beat):
+        tell = self._tell_by is not None and now >= self._tell_by
+        if not self.welcomed or (not tell and now < self._next_beat):
             return False
         self.reported(now)
         return True
 
     def reported(self, now: float) -> None:
-        """A message with a report went out: the next regular heartbeat is due one period later."""
+        """A message with a report went out: nothing is left to tell, the next heartbeat is due one period later."""
+        self._tell_by = None
         if self.welcomed:
             self._lived = self._lived or now >= self._lives_at
             self._next_beat = now + self._heartbeat_s
@@ -108,6 +117,8 @@ class Session:
                 times.append(self._hello_at)
         else:
             times.append(self._next_beat if self.welcomed else self._welcome_by)
+            if self.welcomed and self._tell_by is not None:
+                times.append(self._tell_by)
         if deadline is not None:
             told, at = self._told
             times.append(at + REWAKE_S if told == deadline else deadline)

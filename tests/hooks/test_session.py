@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hicache_hooks.session import BACKOFF_MAX_S, HEARTBEAT_RANGE_S, MAX_WAIT_S, REWAKE_S, UNHEARD_S, WELCOME_S, Session
+from hicache_hooks.session import BACKOFF_MAX_S, BEAT_SOON_S, HEARTBEAT_RANGE_S, MAX_WAIT_S, REWAKE_S, UNHEARD_S, WELCOME_S, Session
 
 
 def test_every_wait_is_finite() -> None:
@@ -25,7 +25,23 @@ def test_a_wait_is_rounded_up_so_that_nothing_spins() -> None:
     session.welcome(0.0, 1.0)
     assert session.timeout_ms(0.9999, None) == 1
     assert session.timeout_ms(1.0, None) == 0
-    assert session.beat_due(1.0, changed=False)
+    assert session.beat_due(1.0)
+
+
+def test_a_change_is_told_soon_unless_an_answer_told_it_already() -> None:
+    session = Session()
+    session.renew(0.0)
+    session.hello_sent(0.0)
+    session.welcome(0.0, 1.0)
+    session.changed(0.1)
+    session.changed(0.11)  # does not put it off
+    assert not session.beat_due(0.1)
+    assert session.timeout_ms(0.1, None) <= BEAT_SOON_S * 1000 + 1
+    assert session.beat_due(0.1 + BEAT_SOON_S)
+    assert not session.beat_due(0.3), "told once"
+    session.changed(0.4)
+    session.reported(0.4)
+    assert not session.beat_due(0.9)
 
 
 def test_a_session_that_never_lived_is_asked_less_and_less_often() -> None:
@@ -50,8 +66,8 @@ def test_a_session_that_lived_resets_the_back_off() -> None:
         session.back_off(0.0)
     session.hello_sent(100.0)
     session.welcome(100.0, 1.0)
-    assert not session.beat_due(100.5, changed=False)
-    assert session.beat_due(101.0, changed=False)
+    assert not session.beat_due(100.5)
+    assert session.beat_due(101.0)
     session.back_off(102.0)
     assert session.hello_due(102.0)
 
@@ -66,8 +82,8 @@ def test_a_report_in_an_answer_puts_off_the_next_heartbeat() -> None:
     session.welcome(100.0, 1.0)
     for now in (100.6, 101.2):
         session.reported(now)
-        assert not session.beat_due(now + 0.9, changed=False)
-    assert session.beat_due(102.2, changed=False)
+        assert not session.beat_due(now + 0.9)
+    assert session.beat_due(102.2)
     session.back_off(102.3)
     assert session.hello_due(102.3)
 

@@ -55,6 +55,7 @@ class Connection:
         self._outbox = Outbox()
         self._in_flight: dict[int, trio.CancelScope] = {}
         self._watches: set[int] = set()
+        self._told: set[int] = set()  # requests whose operation id was told
         self._slots = trio.Semaphore(MAX_IN_FLIGHT)
         self._reading = trio.CancelScope()
 
@@ -185,6 +186,7 @@ class Connection:
         finally:
             self._in_flight.pop(frame.id, None)
             self._watches.discard(frame.id)
+            self._told.discard(frame.id)
             self._slots.release()
 
     async def _result(self, frame: control.Request) -> control.Result:
@@ -196,7 +198,12 @@ class Connection:
         return control.Result(id=frame.id, document=document)
 
     def _progress(self, ident: int, data: dict[str, Any]) -> None:
-        if ident in self._in_flight and not self._outbox.offer(control.Progress(id=ident, data=data)):
+        """The first goes out at once: it names the operation, which a client must know when we die."""
+        if ident not in self._in_flight:
+            return
+        if self._outbox.offer(control.Progress(id=ident, data=data), soon=ident in self._told):
+            self._told.add(ident)
+        else:
             self._counters.add("hicache_control_dropped_progress")
 
     async def _watch(self, ident: int, request: api.WatchRequest) -> None:
