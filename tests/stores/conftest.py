@@ -10,14 +10,10 @@ from tests.rigs.stores.catalogue import CATALOGUE, Line
 from tests.rigs.stores.host import Host
 
 
-def lines(*, server: bool = False, small: bool = False, real: bool = False) -> list[Line]:
-    """The catalogue, or those with a server, those that can be small, those that are the real store."""
+def lines(*, server: bool = False, real: bool = False) -> list[Line]:
+    """The catalogue, or those with a server, those that are the real store."""
     return [
-        line
-        for line in CATALOGUE
-        if (not server or line.stand_class().has_server)
-        and (not small or line.stand_class().can_be_small)
-        and not (real and line.emulated)
+        line for line in CATALOGUE if (not server or line.stand_class().has_server) and not (real and line.emulated)
     ]
 
 
@@ -31,6 +27,8 @@ def started(line: Line, root: Path, stack: ExitStack, *, small: bool = False) ->
     missing = line.stand_class().missing()
     if missing is not None:
         pytest.skip(f"{line.id}: {missing}")
+    if small and not line.stand_class().can_be_small:
+        pytest.skip(f"{line.id}: {line.stand_class().why_not_small}")
     return stack.enter_context(line.make(root, small=small))
 
 

@@ -44,13 +44,15 @@ class NixlStore:
         parameters = options.parameters({key: value for key, value in secrets.items() if value})
         posix_aio = self._plugin == "POSIX" and options.use_posix_aio is True
         self._inner = f"{self._plugin}{_mode(options) if self._plugin == 'POSIX' else ''}"
-        self._transfers = Transfers(
-            self._plugin, parameters, "FILE" if files else "OBJ", rebuild_after_error=posix_aio
-        )  # fmt: skip
+        segment = "FILE" if files else "OBJ"
+        self._transfers = Transfers(self._plugin, parameters, segment, rebuild_after_error=posix_aio)
+        self._writers = (
+            self._transfers if files else Transfers(self._plugin, parameters, segment, rebuild_after_error=False)
+        )
         self._store: NixlFiles | NixlObjects = (
             NixlFiles(options, context, self._transfers)
             if files
-            else NixlObjects(options, context, self._transfers, secrets)
+            else NixlObjects(options, context, self._transfers, secrets, self._writers)
         )
         if isinstance(self._store, NixlFiles):  # of objects the guard infers it
             self.epoch = self._file_epoch
@@ -64,6 +66,8 @@ class NixlStore:
         """
         self._pid = os.getpid()
         self._transfers.open()
+        if self._writers is not self._transfers:
+            self._writers.open()
         self._store.open()
         self._open = True
 
@@ -79,6 +83,8 @@ class NixlStore:
         if os.getpid() == self._pid:
             self._store.close()
         self._transfers.close()
+        if self._writers is not self._transfers:
+            self._writers.close()
 
     def _usable(self) -> None:
         if os.getpid() != self._pid:

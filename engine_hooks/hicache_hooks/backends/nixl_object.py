@@ -2,7 +2,8 @@
 
 Bytes travel through bounce buffers of ours: the S3 client inside the plugin cannot be interrupted (a dead server
 costs it 25 s, a hung one 58 s), and a page of the pool must not be touched after its call has returned. So a call ends
-at its deadline, and the buffers of a late transfer come back when it ends.
+at its deadline, and the buffers of a late transfer come back when it ends. Reads and writes have buffers and agents
+(so S3 clients with their threads) of their own: a full server holds writes, and what it has must still be read (F62).
 
 An object that is shorter than its page reads as DONE with the tail of the buffer as it was: the tail is marked before
 each read, and a mark that is still there is a miss.
@@ -26,7 +27,7 @@ from hicache_hooks.backends.s3_client import S3Client, S3Target
 from hicache_hooks.backends.upkeep import part_or_raise, stored_or_raise
 
 BOUNCE_PAGES = 64
-BOUNCE_BYTES = 128 << 20
+BOUNCE_BYTES = 64 << 20  # most for each side; one page at least
 LOOK_S = 0.05  # between two looks at late transfers, while a call waits for their buffers
 MARK_BYTES = 8
 _late: list[Late] = []  # of closed stores: nothing of them may be freed while they run
@@ -37,9 +38,14 @@ class NixlObjects:
     """The store behind ``nixl.NixlStore``; ``transfers`` belongs to it."""
 
     def __init__(
-        self, options: NixlOptions, context: StoreContext, transfers: Transfers, secrets: Mapping[str, str]
+        self,
+        options: NixlOptions,
+        context: StoreContext,
+        transfers: Transfers,
+        secrets: Mapping[str, str],
+        writers: Transfers | None = None,
     ) -> None:
-        """No I/O. ``secrets``: access_key, secret_key, session_token."""
+        """No I/O. ``secrets``: access_key, secret_key, session_token. ``writers``: for puts; None: the same."""
         self._target = S3Target(
             bucket=options.bucket or "",
             endpoint=options.endpoint_override or "",
@@ -55,9 +61,10 @@ class NixlObjects:
         self._prefix = f"{safe(context.namespace)}/"
         self._namespace = context.namespace
         self._page_bytes = context.page_bytes
-        self._transfers = transfers
+        self._readers, self._writers = transfers, writers or transfers
         self._client: S3Client | None = None
-        self._buffers = _Bounce(max(1, min(BOUNCE_PAGES, BOUNCE_BYTES // max(1, context.page_bytes))), self._page_bytes)
+        pages = max(1, min(BOUNCE_PAGES, BOUNCE_BYTES // max(1, context.page_bytes)))
+        self._reads, self._writes = _Bounce(pages, self._page_bytes), _Bounce(pages, self._page_bytes)
         self._devices = count(1)  # unique among the keys that are registered at a time
 
     def open(self) -> None:
@@ -68,7 +75,8 @@ class NixlObjects:
         """
         self._client = S3Client(self._target, self._timeout_s)
         self._client.check_bucket()
-        self._transfers.register(self._buffers.memory)
+        self._readers.register(self._reads.memory)
+        self._writers.register(self._writes.memory)
         _reap()
 
     def close(self) -> None:
@@ -77,7 +85,7 @@ class NixlObjects:
         if client is not None:
             client.close()
         with _late_lock:
-            _late.extend(self._buffers.abandon())
+            _late.extend((*self._reads.abandon(), *self._writes.abandon()))
         _reap()
 
     # ------------------------------------------------------------ traffic
@@ -94,7 +102,7 @@ class NixlObjects:
         return done
 
     def _put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
-        with self._buffers.take(len(keys), self._timeout_s) as slots:
+        with self._writes.take(len(keys), self._timeout_s) as slots:
             for slot, page in zip(slots.pages, pages, strict=True):
                 slot[:] = page
             done = self._run("WRITE", keys, slots)
@@ -114,7 +122,7 @@ class NixlObjects:
         return out
 
     def _get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
-        with self._buffers.take(len(keys), self._timeout_s) as slots:
+        with self._reads.take(len(keys), self._timeout_s) as slots:
             mark = slots.mark()
             moved = self._run("READ", keys, slots)
             results = [Got.HIT if yes else Got.ERROR for yes in moved]
@@ -135,8 +143,9 @@ class NixlObjects:
 
     def _run(self, op: str, keys: Sequence[str], slots: "_Slots") -> list[bool]:
         targets = [(next(self._devices), self._name(key)) for key in keys]
+        transfers = self._writers if op == "WRITE" else self._readers
         try:
-            return self._transfers.run_each(op, slots.pages, targets, self._timeout_s, keep=self._buffers)
+            return transfers.run_each(op, slots.pages, targets, self._timeout_s, keep=slots.bounce)
         except Late as late:
             slots.late = late  # these buffers come back when it ends
             raise
@@ -176,7 +185,7 @@ class NixlObjects:
         return {
             "bucket": self._target.bucket,
             "endpoint": self._target.host(),
-            "late_transfers": self._buffers.late_count(),
+            "late_transfers": self._reads.late_count() + self._writes.late_count(),
             "direct_io": False,
             "direct_io_reason": "objects have none",
         }
@@ -192,7 +201,7 @@ class NixlObjects:
         return self._prefix + safe(key.removeprefix(f"{self._namespace}."))
 
     def _parts(self, n: int) -> list[slice]:
-        step = self._buffers.count
+        step = self._reads.count
         return [slice(i, min(n, i + step)) for i in range(0, n, step)]
 
     def _require_server(self) -> None:
@@ -274,7 +283,7 @@ class _Slots:
     def __init__(self, bounce: _Bounce, numbers: list[int], pages: list[memoryview]) -> None:
         self.pages = pages
         self.late: Late | None = None
-        self._bounce = bounce
+        self.bounce = bounce
         self._numbers = numbers
 
     def mark(self) -> bytes:
@@ -288,7 +297,7 @@ class _Slots:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bounce.give(self._numbers, self.late)
+        self.bounce.give(self._numbers, self.late)
 
 
 def _reap() -> None:

@@ -4,7 +4,11 @@ import importlib.util
 import os
 from typing import Any
 
+from tests.rigs.stores import tmpfs
 from tests.rigs.stores.base import Stand
+
+PAGE = 64 << 10
+SMALL_DISK = 24 << 20  # of RocksDB, which keeps a log beside its tables
 
 
 class AibrixStand(Stand):
@@ -31,8 +35,23 @@ class AibrixRocksdbStand(AibrixStand):
     """RocksDB alone, in a private directory; without a time to live, with which it loses fresh values by itself."""
 
     outlives_client = True
-    can_be_small = False
+    can_be_small = tmpfs.MAY_MOUNT
+    why_not_small = "only root may mount a small file system"
+    small_pages = 256
+    evicts_when_full = False
+    delete_frees = False  # RocksDB takes no delete either once a write failed
+    reopens_when_full = True
     cycles = 60  # RocksDB keeps 20 to 60 kB of each database with a time to live: rocksdict 0.3.29 alone, without us
+
+    def start(self) -> None:
+        if self.small:
+            tmpfs.mount(self.root / "rocks", SMALL_DISK)
+
+    def stop(self) -> None:
+        tmpfs.unmount(self.root / "rocks")
+
+    def more_room(self) -> None:
+        tmpfs.resize(self.root / "rocks", 2 * SMALL_DISK)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -44,6 +63,9 @@ class AibrixRocksdbStand(AibrixStand):
 class AibrixBothStand(AibrixRocksdbStand):
     """DRAM before RocksDB."""
 
+    can_be_small = False
+    why_not_small = "its parts are filled one by one: aibrix-l1, aibrix-rocksdb"
+
     def config(self) -> dict[str, Any]:
         return {**super().config(), "l1_capacity_gb": 8 / 1024}
 
@@ -52,7 +74,16 @@ class AibrixShfsStand(AibrixStand):
     """Files on a shared directory: the connector whose reads have holes."""
 
     outlives_client = True
-    can_be_small = False
+    can_be_small = tmpfs.MAY_MOUNT
+    why_not_small = "only root may mount a small file system"
+    evicts_when_full = False
+
+    def start(self) -> None:
+        if self.small:
+            tmpfs.mount(self.root / "shfs", self.small_pages * PAGE)
+
+    def stop(self) -> None:
+        tmpfs.unmount(self.root / "shfs")
 
     def config(self) -> dict[str, Any]:
         return {"l1_capacity_gb": 0, "l2_backend": "SHFS", "l2_options": {"shfs_root": str(self.root / "shfs")}}

@@ -30,6 +30,9 @@ class Stand:
     outlives_server: ClassVar[bool] = True  # pages are there after a restart of the server
     evicts_when_full: ClassVar[bool] = False  # a full store drops old pages instead of refusing new ones
     can_be_small: ClassVar[bool] = False  # honours ``small``
+    why_not_small: ClassVar[str] = "it has no limit of its own"  # why there is no check of a full store
+    delete_frees: ClassVar[bool] = True  # a full store has room once pages are deleted; False: see ``more_room``
+    reopens_when_full: ClassVar[bool] = False  # it refuses writes until it was opened anew, with room
     small_pages: ClassVar[int] = 128  # about so many 64 KiB pages fit when ``small``
     dead_call_s: ClassVar[float] = 10.0  # no call takes longer while the server is dead or hangs
     back_s: ClassVar[float] = 20.0  # the same open backend works again so soon after the server is back
@@ -78,6 +81,10 @@ class Stand:
     def shorten(self, key: str, namespace: str) -> bool:
         """Cut the stored object of ``key`` to half behind the backend's back; False: this store has no such thing."""
         return False
+
+    def more_room(self) -> None:
+        """Where not ``delete_frees``: room for twice as much."""
+        raise NotImplementedError
 
     # The next four exist where ``has_server``.
 

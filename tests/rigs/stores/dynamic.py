@@ -12,6 +12,7 @@ class DynamicStand(Stand):
     """See the module's text."""
 
     backend_name = "dynamic"
+    why_not_small = "BK keeps pages in the engine's memory, without a limit"
     refuses_fork = False  # memory of the process; a child has its own copy
 
     def config(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class EicStand(Stand):
 
     backend_name = "eic"
     emulated = True
+    why_not_small = "EMULATED: nobody here knows what the service says when it is full"
     can_clear = False  # the client has no call that lists keys
 
     def start(self) -> None:

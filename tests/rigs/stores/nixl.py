@@ -4,10 +4,10 @@ Small: a tmpfs of its own for the files (needs root), so that ENOSPC is the kern
 """
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.stores import tmpfs
 from tests.rigs.stores.base import Stand
 from tests.rigs.stores.weed import ACCESS_KEY, BUCKET, SECRET_KEY, WeedStand
 
@@ -15,6 +15,7 @@ from hicache_hooks.backends import nixl_probe
 from hicache_hooks.backends.file_paths import safe
 
 PAGE = 64 << 10
+SMALL_DISK = 48 << 20  # of the S3 server
 
 
 def missing() -> str | None:
@@ -26,7 +27,8 @@ class PosixStand(Stand):
     """Subclasses choose the kernel interface."""
 
     backend_name = "nixl"
-    can_be_small = os.geteuid() == 0
+    can_be_small = tmpfs.MAY_MOUNT
+    why_not_small = "only root may mount a small file system"
     mode = ""
 
     @staticmethod
@@ -40,12 +42,10 @@ class PosixStand(Stand):
     def start(self) -> None:
         self.directory.mkdir()
         if self.small:
-            size = f"size={self.small_pages * PAGE}"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.directory)], check=True)
+            tmpfs.mount(self.directory, self.small_pages * PAGE)
 
     def stop(self) -> None:
-        if self.small and os.path.ismount(self.directory):
-            subprocess.run(["umount", "-l", str(self.directory)], check=True)
+        tmpfs.unmount(self.directory)
 
     def config(self) -> dict[str, Any]:
         # The cleaner is off: what this machine's disk holds besides is not the test's business.
@@ -79,6 +79,10 @@ class ObjectStand(WeedStand):
     """S3."""
 
     backend_name = "nixl"
+    can_be_small = tmpfs.MAY_MOUNT
+    why_not_small = "only root may mount a small file system"
+    small_pages = 512  # and the server's own 16 MiB
+    delete_frees = False  # a full server answers 500 to deletes, and compacts much later
     dead_call_s = 10.0
     back_s = 60.0  # the server looks for its volumes for some seconds after a kill
     timeout_s = 4.0
@@ -87,6 +91,18 @@ class ObjectStand(WeedStand):
     @staticmethod
     def missing() -> str | None:
         return WeedStand.missing() or missing()
+
+    def start(self) -> None:
+        if self.small and self._starts == 0:
+            tmpfs.mount(self.root / "weed", SMALL_DISK)
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        tmpfs.unmount(self.root / "weed")
+
+    def more_room(self) -> None:
+        tmpfs.resize(self.root / "weed", 2 * SMALL_DISK)
 
     def config(self) -> dict[str, Any]:
         parameters = {
