@@ -4,7 +4,16 @@ import math
 
 import pytest
 
-from hicache_hooks.session import BACKOFF_MAX_S, BEAT_SOON_S, HEARTBEAT_RANGE_S, MAX_WAIT_S, REWAKE_S, UNHEARD_S, WELCOME_S, Session
+from hicache_hooks.session import (
+    BACKOFF_MAX_S,
+    BEAT_SOON_S,
+    HEARTBEAT_RANGE_S,
+    MAX_WAIT_S,
+    REWAKE_S,
+    UNHEARD_S,
+    WELCOME_S,
+    Session,
+)
 
 
 def test_every_wait_is_finite() -> None:

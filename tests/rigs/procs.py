@@ -29,6 +29,29 @@ class ProcessFailed(AssertionError):
     """A process ended too early, did not get ready, or left something behind; the message has its log's tail."""
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Send it; return from SIGSTOP when every thread of the process stands still, which takes its time under load.
+
+    Raises:
+        ProcessFailed: one still runs after STOP_S.
+    """
+    os.kill(pid, number)
+    deadline = time.monotonic() + STOP_S
+    while number == signal.SIGSTOP and not all(state in "tTZX" for state in thread_states(pid)):
+        if time.monotonic() > deadline:
+            raise ProcessFailed(f"process {pid} does not stop")
+        time.sleep(POLL_S)
+
+
+def thread_states(pid: int) -> list[str]:
+    """The state letter of every thread (proc(5)); empty when the process is gone."""
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
 class Process:
     """One started program with its log file."""
 
@@ -87,7 +110,7 @@ class Process:
 
     def signal(self, number: signal.Signals) -> None:
         """Send to the process alone, not its group."""
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def stop(self, timeout_s: float = STOP_S) -> int:
         """SIGTERM and its exit code; SIGKILL to the whole group when it does not end in time."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from tests.rigs.procs import send_signal
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0  # an interpreter start on a busy machine; never reached in a passing run
 
@@ -60,16 +62,8 @@ class RankProcess:
         return self.command(report=True)[0]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it; a stop is over when every thread stands (one that runs elsewhere goes on for a moment)."""
-        self.popen.send_signal(number)
-        deadline = time.monotonic() + DEADLINE_S
-        while number == signal.SIGSTOP and not self._stands():
-            assert time.monotonic() < deadline, "the process did not stop"
-            time.sleep(0.001)  # pace of a poll
-
-    def _stands(self) -> bool:
-        threads = Path(f"/proc/{self.popen.pid}/task").glob("*/stat")
-        return all(text.read_text().rpartition(")")[2].split()[0] in "Tt" for text in threads)
+        """Send it; see ``procs.send_signal``."""
+        send_signal(self.popen.pid, number)
 
     def wait_end(self) -> int:
         """Wait until it is dead; its exit status (negative: signal)."""
