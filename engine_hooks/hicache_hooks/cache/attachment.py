@@ -19,7 +19,7 @@ from hicache_hooks.backends.canary import Scratch, Sealer, run_canary
 from hicache_hooks.backends.options import StoreFacts
 from hicache_hooks.backends.probe import StoreProbe
 from hicache_hooks.cache.config import ResolvedConfig, Running, compare, knob_warnings, resolve
-from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.cache.knobs import Knobs, policy_notes
 from hicache_hooks.guard import Guard, describe_exception
 from hicache_proto.errors import HicacheError, InvalidConfig, LayoutUnsupported, PrepareFailed, UnsupportedByEngine
 from hicache_proto.model import KNOBS, LAYOUTS, EffectiveState, Mode, Plan, TargetState
@@ -34,13 +34,6 @@ STOP_S = 5.0  # for the threads of a set that never ran
 
 # The controller's factory: makes the set for a guarded backend (None: the detached set). Parked, not started.
 SetFactory = Callable[[Guard | None, Knobs, str], "StorageSet"]
-
-_POLICY_NOTES = {
-    "write_back": "write_back: a page reaches storage when it is evicted from the device, not before",
-    "write_through_selective": (
-        "write_through_selective: a page reaches storage when its prefix was hit again; a first request stores nothing"
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +128,7 @@ class StorageAttachment:
             if running.config is not current.config:
                 warnings += self._check(running.config)
             warnings += knob_warnings(running.knobs, self.facts.l2_tokens)
-            note = _POLICY_NOTES.get(running.knobs.write_policy)
-            notes += [note] if note else []  # F61
+            notes += policy_notes(running.knobs)
         config = running.config
         return Plan(
             relation=difference.relation,

@@ -26,3 +26,18 @@ class Knobs:
         """Budget of the ``timeout`` policy for a fetch of ``tokens`` tokens."""
         budget = self.prefetch_timeout_base + self.prefetch_timeout_per_ki_token * tokens / 1024
         return budget if self.prefetch_timeout_max is None else min(budget, self.prefetch_timeout_max)
+
+
+def policy_notes(knobs: Knobs) -> list[str]:
+    """What is stored when, in one line, where it is not at once: else one test looks as if nothing were stored (F61).
+
+    Both engines count so (``writer.SELECTIVE_HITS``, SGLang's ``write_through_threshold``).
+    """
+    match knobs.write_policy:
+        case "write_back":
+            return ["write_back: a page reaches storage when it is evicted from the device, not before"]
+        case "write_through_selective":
+            text = "a page reaches storage at its 2nd use (2 hits); a first request stores nothing"
+            return [f"write_through_selective: {text}"]
+        case _:
+            return []

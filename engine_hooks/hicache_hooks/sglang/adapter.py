@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hicache_hooks.cache.config import Running, compare, knob_warnings
+from hicache_hooks.cache.knobs import policy_notes
 from hicache_hooks.embedded.usage import UsageTotals
 from hicache_hooks.sglang import frontend, topology
 from hicache_hooks.sglang.backfill import TreeBackfill
@@ -141,6 +142,7 @@ class SglangAdapter:
             config_digest=config.digest if config else "",
             redacted_config=config.redacted if config else None,
             warnings=warnings,
+            notes=policy_notes(running.knobs) if config is not None else [],
         )
 
     def build(self, target: TargetState, cancelled: Callable[[], bool]) -> object:

@@ -7,6 +7,7 @@ from tests.rigs.backends import OtherConstructorBK, Rig
 from tests.unit.backends.support import FORMAT, NOTHING, FakeSet, box, built, dynamic, file
 
 from hicache_hooks.cache.attachment import LiveChange, effective_state
+from hicache_hooks.cache.writer import SELECTIVE_HITS
 from hicache_proto.errors import (
     Forbidden,
     HicacheError,
@@ -93,7 +94,7 @@ def test_hot_is_refused_where_the_engine_cannot() -> None:
 def test_plans_explain_policies_and_warn(rig: Rig) -> None:
     """F61: what is stored when; F53: a threshold above the pool."""
     plan = box().validate(file(write_policy="write_through_selective", knobs={"prefetch_threshold": 5000}), NOTHING)
-    assert "hit again" in plan.notes[0]
+    assert f"({SELECTIVE_HITS} hits)" in plan.notes[0]
     assert "prefetch_threshold" in plan.warnings[0]
     plan = box().validate(file(), NOTHING)
     assert (plan.notes, plan.warnings) == ([], [])

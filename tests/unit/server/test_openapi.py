@@ -38,7 +38,8 @@ def test_put_shows_the_fields_of_the_contract() -> None:
     schema = document["components"]["schemas"]["AttachBody"]
     assert set(schema["properties"]) == {
         "hicache_storage_backend", "hicache_storage_backend_extra_config_json", "hicache_storage_prefetch_policy",
-        "hicache_write_policy", "mode", "swap", "checkpoint", "wait_timeout_s", "timeout_s", "dry_run", "reason", "force",
+        "hicache_write_policy", "mode", "swap", "checkpoint", "wait_timeout_s", "timeout_s", "dry_run", "reason",
+        "force",
     }  # fmt: skip
     assert schema["required"] == ["hicache_storage_backend"]
     assert schema["additionalProperties"] is False
