@@ -117,3 +117,20 @@ async def test_drift_that_a_rank_noticed_is_an_event(tmp_path):
             event = await anext(stream)
         await stream.aclose()
         assert (event.kind, event.data) == ("drift", {"rank": 1, "detail": detail})
+
+
+async def test_a_thread_that_hangs_in_a_store_is_an_event(tmp_path):
+    """F39: status, the log and the events name it; so is its end."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        await side.attach()
+        stream = side.coordinator.watch(api.WatchRequest(), ADMIN)
+        assert (await anext(stream)).kind == "snapshot"
+        await trio.to_thread.run_sync(lambda: stub.ranks[1].set(stuck=("backup-0",)))
+        with trio.fail_after(WAIT_S):
+            event = await anext(stream)
+            assert (event.kind, event.data) == ("storage_stuck", {"rank": 1, "threads": ["backup-0"]})
+            assert "rank 1: stuck inside the store: backup-0" in (await side.status()).warnings
+            await trio.to_thread.run_sync(lambda: stub.ranks[1].set(stuck=()))
+            event = await anext(stream)
+        await stream.aclose()
+        assert (event.kind, event.data) == ("storage_unstuck", {"rank": 1})

@@ -63,6 +63,7 @@ class Script:
     clear_error: HicacheError | None = None
     validate_error: HicacheError | None = None
     sick: dict[str, str] = field(default_factory=dict)  # breaker state by backend; "open" fails its PREPARE as well
+    stuck: tuple[str, ...] = ()  # threads that stand in a store's call
     epoch_change: EpochChange | None = None  # the attached store was found emptied
     checkpoint_pages: int = 0  # what its checkpoint says to have written
     freeze_error: HicacheError | None = None  # why it cannot be FROZEN although idle
@@ -134,7 +135,7 @@ class StubLink:
                     raise AttributeError(name)
                 setattr(self.script, name, value)
             self._after_change()
-            if changes.keys() & {"sick", "epoch_change"}:
+            if changes.keys() & {"sick", "epoch_change", "stuck"}:
                 self.heartbeat()
             done.set()
 
@@ -219,8 +220,9 @@ class StubLink:
         reason = "" if breaker == "closed" else "errors"
         sides = {"read": BreakerReport(state=breaker, reason=reason), "write": BreakerReport()}
         return GuardReport(
-            name=backend, breaker=breaker, reason=reason, sides=sides, epoch_change=self.script.epoch_change
-        )
+            name=backend, breaker=breaker, reason=reason, sides=sides, stuck=list(self.script.stuck),
+            epoch_change=self.script.epoch_change,
+        )  # fmt: skip
 
     def _held(self) -> bool:
         return self.rec.phase in (RankPhase.DRAINING, RankPhase.FROZEN) or (

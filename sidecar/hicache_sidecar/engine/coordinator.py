@@ -48,6 +48,7 @@ from hicache_sidecar.engine.past import Past
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.restart import Restart
 from hicache_sidecar.engine.settings import EngineSettings
+from hicache_sidecar.engine.stuck import StuckThreads
 from hicache_sidecar.engine.transact import Transactor
 from hicache_sidecar.store.journal import Journal
 
@@ -71,6 +72,7 @@ class Coordinator:
         self.restart = Restart(ctx, self.changes)
         self.failover = FailoverDriver(ctx, self.changes, self.direct)
         self.epochs = StoreEpochs(ctx.registry, ctx.hub)
+        self.stuck = StuckThreads(ctx.registry, ctx.hub)
         ctx.registry.on_session.append(self._show_session)
         ctx.registry.on_notice.append(self._show_notice)
 
