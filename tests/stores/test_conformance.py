@@ -13,6 +13,7 @@ from hicache_proto.model import LAYOUTS
 pytestmark = pytest.mark.stores
 
 GIL_GAP_S = 0.75  # two busy cores; what it is to catch are seconds (a client that holds the GIL while it waits)
+GIL_TRIES = 3  # the machine's own pauses are not there each time, a client's are
 RSS_GROWTH = 5 << 20  # F43
 THREADS = 4
 
@@ -177,8 +178,11 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(stand: Stand, own_host
 
 def test_other_threads_run_while_pages_move(host: Host) -> None:
     """The scheduler shares the GIL with the threads that call the store."""
-    found = host.call("probe", name="gil_gap", numbers=list(range(2000, 2128)), rounds=4, timeout_s=90.0)
-    assert found["gap_s"] < GIL_GAP_S, found
+    gaps: list[float] = []
+    while len(gaps) < GIL_TRIES and min(gaps, default=GIL_GAP_S) >= GIL_GAP_S:
+        found = host.call("probe", name="gil_gap", numbers=list(range(2000, 2128)), rounds=4, timeout_s=90.0)
+        gaps.append(found["gap_s"])
+    assert min(gaps) < GIL_GAP_S, gaps
 
 
 def test_open_and_close_cycles_leave_nothing(stand: Stand, own_host: Host) -> None:

@@ -24,7 +24,7 @@ BACK_S = 90.0  # the breaker looks again after growing holds, and the store has 
 ANSWERS = 24
 ANSWERS_S = 120.0
 TTFT_RATIO = 1.25  # of issue "Shown by"
-PAIRS, ATTEMPTS = 30, 3  # a machine's noise only adds
+PAIRS, ATTEMPTS = 30, 4  # a machine's noise only adds
 
 
 @pytest.fixture(params=lines(server=True), ids=line_id)
