@@ -2,9 +2,11 @@
 
 import datetime
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from hicache_hooks.sglang.groups import GROUPS, StorageGroups, all_here
 
@@ -77,6 +79,17 @@ def test_one_whose_hooks_did_not_load_costs_the_others_the_wait_alone() -> None:
     store = KeyValues()
     assert meet(store, SHORT_S, SHORT_S, ranks=3) == [False] * 2
     assert meet(store, WAIT_S, ranks=3) == [False]
+
+
+def test_torchs_own_store_keeps_what_the_meeting_needs() -> None:
+    """Atomic sums, a first writer that wins, and a wait that ends: also after a wait that timed out."""
+    server = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, 2, False, wait_for_workers=False)
+    assert not all_here(PrefixStore("alone", server), "k", 2, SHORT_S)
+    assert not all_here(PrefixStore("alone", client), "k", 2, WAIT_S)
+    stores = PrefixStore("both", server), PrefixStore("both", client)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda store: all_here(store, "k", 2, WAIT_S), stores)) == [True, True]
 
 
 def test_groups_are_made_once_when_all_are_there() -> None:
