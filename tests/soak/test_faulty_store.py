@@ -51,7 +51,9 @@ def test_outputs_ledgers_and_threads_survive_a_store_that_goes_wrong(monkeypatch
     while time.monotonic() < until:
         rounds += 1
         store = f"soak-{rng.randrange(3)}"
-        target = faulty_target(store, storm(rng), rng.choice(POLICIES), seed=rng.randrange(1 << 30), hang_s=0.5)
+        # Every other round one fault alone, each in its turn: a slow machine has few rounds, and must meet all.
+        rates = {FAULTS[rounds // 2 % len(FAULTS)]: 1.0} if rounds % 2 == 0 else storm(rng)
+        target = faulty_target(store, rates, rng.choice(POLICIES), seed=rng.randrange(1 << 30), hang_s=0.5)
         content = rig.attach(target)
         before = dict(content.fired)
         for _ in range(rng.randint(1, 6)):
@@ -98,7 +100,7 @@ def test_outputs_ledgers_and_threads_survive_a_store_that_goes_wrong(monkeypatch
     assert threading.active_count() <= at_rest, [item.name for item in threading.enumerate()]
     print(f"{rounds} rounds, {answers} answers, faults {dict(sorted(fired.items()))}, "
           f"storage hits {rig.adapter.usage()['get'].hit}")  # fmt: skip
-    if SOAK_S >= 60:
+    if rounds >= 4 * len(FAULTS):
         assert set(fired) >= set(FAULTS), set(FAULTS) - set(fired)
         assert rig.adapter.usage()["get"].hit > 0
     rig.close()
