@@ -35,8 +35,8 @@ from hicache_hooks.backends.mooncake_client import (
     RPC_TIMEOUT,
     WRONG_SIZE,
     answers,
-    make,
 )
+from hicache_hooks.backends.mooncake_kept import KEPT, Client, obtain
 from hicache_hooks.backends.mooncake_options import MooncakeOptions
 from hicache_hooks.backends.native import OpenState, Ranges, Turns, address_of
 from hicache_hooks.backends.registry import BackendSpec
@@ -79,7 +79,8 @@ class MooncakeStore:
         self._ssd_slot: Slot | None = None
         self._state = OpenState("mooncake")
         self._ranges = Ranges()
-        self._client: Any = None
+        self._held: Client | None = None
+        self._client: Any = None  # of ``_held``
         self._no_space = False
         self._tidy = Upkeep("mooncake")
         self._turns = Turns(PUT_WAIT_S)
@@ -88,12 +89,13 @@ class MooncakeStore:
         """Connect; contribute the segment.
 
         Raises:
-            PrepareFailed, BackendUnavailable: see ``mooncake_client.make``.
+            PrepareFailed, BackendUnavailable: see ``mooncake_kept.obtain``.
         """
         if self._ssd_root:  # two clients that share a directory overwrite each other's files
             self._ssd_slot = claim(self._ssd_root)
         path = self._ssd_slot.path if self._ssd_slot else ""
-        self._client = make(self._options, self._segment, self._device, path)
+        self._held = obtain(self._options, self._segment, self._device, path)
+        self._client = self._held.api
         self._state.opened()
 
     def register(self, pool: memoryview) -> None:
@@ -113,9 +115,9 @@ class MooncakeStore:
                 raise RuntimeError(f"Mooncake refused to register host memory: {code}")
 
     def close(self) -> None:
-        """Idempotent. Holds the GIL for one or two seconds, so the closer's thread is no help to the scheduler.
+        """Idempotent. Gives the memory back; the client itself is kept for the next attach (``mooncake_kept.py``).
 
-        With a master that does not answer the client is kept until it does.
+        With a master that does not answer both wait until it does.
 
         Raises:
             TimeoutError: calls are still inside; the client is left alone for good.
@@ -124,28 +126,24 @@ class MooncakeStore:
             if self._client is None:
                 self._release_slot()  # of an open that failed
             return
-        client, self._client = self._client, None
+        client, held = self._client, self._held
+        self._client = self._held = None
         for start in self._ranges.starts():
             with suppress(Exception):  # local; the memory is free to go after it
                 client.unregister_buffer(start)
             self._ranges.drop(start)
-        address = self._options.master_server_address or ""
-
-        def alive() -> bool:
-            try:
-                return answers(address) and client.is_exist("hicache-alive") in (0, 1)  # leaves the GIL to others
-            except Exception:  # the reaper asks again
-                return False
+        if held is None:
+            return
 
         def end() -> None:
-            client.close()
+            held.end()
             self._release_slot()
 
-        if alive():
+        if held.alive():
             end()
         else:
-            log.warning("the mooncake master does not answer: its client is closed when it does")
-            REAPER.add(end, alive)
+            log.warning("the mooncake master does not answer: its client is given up when it does")
+            REAPER.add(end, held.alive)
 
     def _release_slot(self) -> None:
         if self._ssd_slot is not None:
@@ -269,6 +267,7 @@ class MooncakeStore:
             "registered_bytes": self._ranges.nbytes(),
             "no_space": self._no_space,
             "clients_left_to_close": REAPER.waiting,
+            "clients_kept": KEPT.count,
         }
 
 
@@ -294,7 +293,7 @@ SPEC = BackendSpec(
     layouts=MooncakeStore.manifest.layouts,
     notes=(
         "needs a mooncake_master; Debian: libibverbs1",
-        "detach stalls the engine for one or two seconds: Mooncake's close holds the GIL",
+        "a detach keeps the client, without its memory, for the next attach: closing it stalls the engine for 1 to 3 s",
     ),
     inner=lambda options: options.protocol or "",
 )

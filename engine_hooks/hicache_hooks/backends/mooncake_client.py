@@ -5,9 +5,10 @@ What was measured with 0.3.13 (tcp, loopback):
 * ``setup()`` holds the GIL all the time. No master at the port: 90 s. A master that is there and hangs: twenty RPC
   time-outs, 22 s with one second each; a TCP connection to it still succeeds. So the whole set-up is done once in a
   child process first, which is killed at a deadline; only what worked there is done here.
-* ``close()`` holds the GIL too: 1 to 2 s with a healthy master, 4 s with a hung one, 14 s with a dead one. So it runs
-  when the master has just answered; else the client is left to a reaper that waits for the master. Until then its
-  segment's memory stays, and a process that ends without closing is fine.
+* ``close()`` holds the GIL too: 1 to 3 s with a healthy master, 4 s with a hung one, 14 s with a dead one. So clients
+  are kept for the next attach (``mooncake_kept.py``). A client is given up when its master has just answered; else it
+  is left to a reaper that waits for the master. Until then its segment's memory stays, and a process that ends without
+  closing is fine.
 * the RPC time-out is read once, from ``MC_RPC_TIMEOUT_MS``, when the package is loaded.
 """
 
@@ -82,22 +83,25 @@ def setup_arguments(
     return args, keywords
 
 
-def make(options: MooncakeOptions, segment: int, device: str, ssd_path: str) -> Any:
-    """A client that is set up.
+def rehearse(options: MooncakeOptions, device: str, ssd_path: str) -> None:
+    """Set up once in a child: it contributes no memory, offloads nothing, and is gone before anybody could use it.
 
     Raises:
-        PrepareFailed: reason ``store_unreachable``, ``no_segments`` or ``setup_failed``.
-        BackendUnavailable: see ``load``.
+        PrepareFailed: reason ``store_unreachable`` or ``setup_failed``.
+        BackendUnavailable: the package cannot be imported.
     """
-    require_reachable(options)
+    args, keywords = setup_arguments(options, 0, device, ssd_path)
+    _rehearse(args, {k: v for k, v in keywords.items() if k == "tenant_id"}, options.rpc_timeout_ms)
+
+
+def set_up(cls: Any, options: MooncakeOptions, segment: int, device: str, ssd_path: str) -> Any:
+    """A client of ``cls`` (see ``load``) that is set up. After a rehearsal.
+
+    Raises:
+        PrepareFailed: reason ``setup_failed``.
+    """
     args, keywords = setup_arguments(options, segment, device, ssd_path)
-    # The rehearsal contributes no memory, offloads nothing, and is gone before anybody could store into it.
-    _rehearse(
-        [*args[:2], 0, *args[3:]], {k: v for k, v in keywords.items() if k == "tenant_id"}, options.rpc_timeout_ms
-    )
-    if options.check_server:
-        _require_segments(options)
-    client = load(options.rpc_timeout_ms)()
+    client = cls()
     code = client.setup(*args, **keywords)
     if code:
         raise PrepareFailed(
@@ -148,8 +152,14 @@ def _rehearse(args: list[Any], keywords: dict[str, Any], rpc_timeout_ms: int) ->
         raise PrepareFailed(f"Mooncake's set-up {how}", details={"reason": "setup_failed", "code": code})
 
 
-def _require_segments(options: MooncakeOptions) -> None:
-    """SGLang's ``check_server``, asked once instead of for ten minutes."""
+def require_segments(options: MooncakeOptions) -> None:
+    """SGLang's ``check_server``, asked once instead of for ten minutes.
+
+    Raises:
+        PrepareFailed: reason ``no_segments``.
+    """
+    if not options.check_server:
+        return
     import urllib.error
     import urllib.request
 
@@ -167,7 +177,7 @@ def _require_segments(options: MooncakeOptions) -> None:
 
 
 class Reaper:
-    """Closes clients whose master did not answer when they were given up, once it answers again."""
+    """Ends clients whose master did not answer when they were given up, once it answers again."""
 
     def __init__(self, every_s: float = REAP_EVERY_S) -> None:
         self._every_s = every_s
@@ -177,7 +187,7 @@ class Reaper:
 
     @property
     def waiting(self) -> int:
-        """Clients that are not closed yet."""
+        """Clients that have not been ended yet."""
         return len(self._waiting)
 
     def add(self, end: Callable[[], None], alive: Callable[[], bool]) -> None:
