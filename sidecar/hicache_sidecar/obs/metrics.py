@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_proto import __version__
 from hicache_proto.model import State
-from hicache_sidecar.obs import failover
+from hicache_sidecar.obs import failover, threads
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.obs.guards import GuardMetrics, latency
 from hicache_sidecar.obs.usage import RESULTS, UsageTotals
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hicache_sidecar.engine.registry import Session
 
 MAX_IDLE_COUNTERS = 64  # per rank; the mandatory ones are 18
-MAX_THREADS = 32  # per rank
 STATE_NUMBERS = {state.value: number for number, state in enumerate(State)}  # fixed: alerts are written against them
 
 Labels = tuple[str, ...]
@@ -215,15 +214,7 @@ class Metrics:
                 for name, count in sorted(report.idle.counters.items())[:MAX_IDLE_COUNTERS]
             ],
         )  # fmt: skip
-        threads = [(r, t) for r, report in reports.items() for t in report.threads[:MAX_THREADS]]
-        yield (
-            "gauge", "hicache_storage_thread_up", "1 while the worker thread lives", ("rank", "thread"),
-            [((*r, t.name), t.alive) for r, t in threads],
-        )  # fmt: skip
-        yield (
-            "gauge", "hicache_storage_thread_stalled_seconds", "How long its present call has run", ("rank", "thread"),
-            [((*r, t.name), t.stalled_s) for r, t in threads],
-        )  # fmt: skip
+        yield from threads.families(reports)
 
     def _storage(self) -> Iterator[tuple[str, str, str, Labels, Samples]]:
         totals = [((str(rank), op), sample) for (rank, op), sample in sorted(self._usage.totals().items())]

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +20,7 @@ from hicache_proto.model import (
     RankReport,
     State,
     TargetState,
+    ThreadReport,
 )
 from hicache_sidecar.core.failover import Failover
 from hicache_sidecar.core.failover_types import Episode, Facts, Record
@@ -176,6 +178,27 @@ def test_engine_values(followed: Pair) -> None:
     assert values["hicache_rank_busy"][("counter", "waiting_queue"), ("rank", "0")] == 5
     assert values["hicache_rank_report_age_seconds"][("rank", "0"),] == 1.5
     assert values["hicache_rank_backend_info"][("backend", "file"), ("rank", "0")] == 1
+
+
+def test_threads_of_other_sets_are_the_same_series(followed: Pair) -> None:
+    """F90: fifty restarts and attaches later there are as many series as at first, under the same names."""
+    metrics, coordinator = followed
+    seen = []
+    for n in range(50):
+        coordinator.report(0, f"s{n}", epoch=n)
+        session = coordinator.registry.ranks[0]
+        names = (f"hicache-hf3fs-{n}-backup-0", f"hicache-hf3fs-{n}-backup-0-late-{n}", f"hicache-hf3fs-{n}-d2h-0")
+        threads = [ThreadReport(name, alive=i != 2, stalled_s=float(i)) for i, name in enumerate((*names, "backup_io"))]
+        session.report = msgspec.structs.replace(session.report, threads=threads)
+        seen.append(scrape(metrics, coordinator))
+    for name, series in seen[0].items():
+        if name.startswith("hicache_"):
+            assert series.keys() == seen[-1][name].keys(), name
+    rank = ("rank", "0")
+    assert seen[-1]["hicache_storage_thread_up"] == {
+        (rank, ("thread", "backup-0")): 1, (rank, ("thread", "d2h-0")): 0, (rank, ("thread", "backup_io")): 1,
+    }  # fmt: skip
+    assert seen[-1]["hicache_storage_thread_stalled_seconds"][rank, ("thread", "backup-0")] == 1.0
 
 
 def test_both_formats(followed: Pair) -> None:
