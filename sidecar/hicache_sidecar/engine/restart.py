@@ -24,14 +24,12 @@ from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context, log
 from hicache_sidecar.engine.goals import Goal
 from hicache_sidecar.engine.operation import Job
+from hicache_sidecar.engine.pace import Pace
 from hicache_sidecar.engine.registry import Session
 from hicache_sidecar.engine.transact import CONVERGE_WAIT_S
 from hicache_sidecar.store import recovery
 from hicache_sidecar.store.recovery import Recovery, view_of
 
-FIRST_PAUSE_S = 0.05  # before the first attempt, jittered: several sidecars of a host start together
-MAX_PAUSE_S = 60.0
-STEADY_S = 60.0  # a state that held for so long ends the growth of the pause
 CONVERGE_TIMEOUT_S = 120.0
 SETTLE_PAUSE_S = 0.2  # between two repeats of UNDO or FINALIZE to a rank that still holds
 
@@ -50,10 +48,7 @@ class Restart:
         self._lease_over_at = trio.current_time() + ctx.settings.in_doubt_s
         self._news = trio.lowlevel.ParkingLot()
         self._dirty = True
-        self._attempts = 0
-        self._jittered = False  # the first attempt's pause was drawn
-        self._not_before = -math.inf
-        self._last_try = -math.inf
+        self._pace = Pace(random.uniform)
         if pending is not None:
             ctx.recovering = f"operation {pending.operation_id} ({pending.kind}) has no outcome on record"
         elif desired is None:
@@ -146,8 +141,8 @@ class Restart:
         """Sleep until there is news. While something is open any report is news; else sessions alone."""
         open_ = self.recovery.pending is not None or bool(self.ctx.recovering)
         until = self._lease_over_at if self.recovery.pending is not None else math.inf
-        if not open_ and self._not_before > trio.current_time():
-            until = min(until, self._not_before)
+        if not open_ and self._pace.held_until > trio.current_time():
+            until = min(until, self._pace.held_until)
         with trio.move_on_at(until):
             await (self.ctx.registry.changed if open_ else self._news).park()
 
@@ -198,18 +193,11 @@ class Restart:
         if not status.rebuildable(desired[0]):
             log.warning("the desired state lacks its secrets: ranks %s stay as they are", sorted(behind))
             return False
-        if self._attempts and now - self._last_try > STEADY_S:
-            self._attempts, self._jittered = 0, False
-        if self._attempts == 0 and not self._jittered:
-            self._jittered = True
-            self._not_before = now + FIRST_PAUSE_S * random.uniform(0, 1)
-        if now < self._not_before:
-            with trio.move_on_at(self._not_before):
+        if now < (begin := self._pace.not_before(now)):
+            with trio.move_on_at(begin):
                 await self._news.park()
             return True
-        self._attempts += 1
-        self._last_try = now
-        self._not_before = now + min(MAX_PAUSE_S, 2.0**self._attempts) * random.uniform(0.5, 1.5)
+        self._pace.tried(now)
         job = Job(
             kind="converge",
             verb="converge",
