@@ -31,8 +31,6 @@ class MooncakeStand(ServerStand):
     can_be_small = True
     small_pages = 256
     evicts_when_full = True  # leased pages survive, and a put beside them is refused
-    cycles = 40  # its close takes 1 to 2 s and holds the GIL (hicache_hooks/backends/mooncake_client.py)
-    cycles_s = 240.0
     warm_cycles = 20  # its own memory grows by 20 to 30 MB in the first sixteen, and not in the sixty after them
 
     def __init__(self, name: str, root: Path, *, small: bool = False) -> None:
