@@ -33,18 +33,24 @@ BACKLOG = 128
 
 
 class GuardedStream(trio.abc.HalfCloseableStream):
-    """A socket stream whose writes have a deadline and whose close lets the peer read the last answer."""
+    """A socket stream whose writes have a deadline and whose close lets the peer read the last answer.
+
+    Writes wait for each other: Hypercorn's reader writes ``100 Continue`` while the application may be answering
+    already (413 to ``curl -d`` of more than a megabyte, which asks first), and a trio stream refuses the second.
+    """
 
     def __init__(self, stream: trio.SocketStream, cancel: Callable[[], None]) -> None:
         self._stream, self._cancel = stream, cancel
         self.socket = stream.socket  # Hypercorn reads the addresses from it
         self._ended = trio.Event()  # the peer closed
+        self._sending = trio.Lock()
         self._closing = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         try:
             with trio.fail_after(SEND_S):
-                await self._stream.send_all(data)
+                async with self._sending:
+                    await self._stream.send_all(data)
         except trio.TooSlowError:
             self._closing = True  # no linger for somebody who does not read
             self._ended.set()

@@ -199,3 +199,51 @@ def test_address_in_use_is_an_error() -> None:
     first = bind_tcp("127.0.0.1", 0)[0]
     with first, pytest.raises(OSError):
         bind_tcp("127.0.0.1", first.getsockname()[1])
+
+
+async def test_a_client_that_asks_before_it_sends_too_much_reads_why() -> None:
+    """``curl -d`` of more than a megabyte: ``100 Continue`` and the refusal are written by two tasks (F95)."""
+    async with serving() as site:
+        for _ in range(30):  # the two meet in most tries
+            stream = await site.connect()
+            head = f"PUT {BACKEND} HTTP/1.1\r\nContent-Length: {2 * MAX_BODY_BYTES}\r\nExpect: 100-continue"
+            await site.send(stream, head)
+            answer = await everything(stream)
+            assert b"HTTP/1.1 413" in answer
+            assert answer.endswith(b"}")
+        assert site.service.seen == []
+    assert site.counters.get("hicache_http_connections", "internal") == 0
+
+
+async def test_http2_has_the_same_checks() -> None:
+    """A browser page with a foreign name, or a tool, may speak HTTP/2 in clear text: Host counts there as well."""
+    import h2.connection
+    import h2.events
+
+    async with serving() as site:
+        for authority, status in ((f"127.0.0.1:{site.port}", "200"), ("evil.example", "403")):
+            stream, peer = await site.connect(), h2.connection.H2Connection()
+            peer.initiate_connection()
+            names = (("method", "GET"), ("path", BACKEND), ("scheme", "http"), ("authority", authority))
+            peer.send_headers(1, [(f":{name}", value) for name, value in names], end_stream=True)
+            await stream.send_all(peer.data_to_send())
+            found = ""
+            while not found:
+                for event in peer.receive_data(bytes(await stream.receive_some())):
+                    if isinstance(event, h2.events.ResponseReceived):
+                        found = dict((bytes(k), bytes(v)) for k, v in event.headers)[b":status"].decode()
+            assert found == status
+            await stream.aclose()
+
+
+async def test_an_upgrade_to_http2_has_the_same_checks() -> None:
+    async with serving() as site:
+        stream = await site.connect()
+        upgrade = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"
+        await stream.send_all(f"GET {BACKEND} HTTP/1.1\r\nHost: evil.example\r\n{upgrade}\r\n\r\n".encode())
+        data = b""
+        while b"403" not in data and b"200" not in data and b"forbidden" not in data:
+            data += bytes(await stream.receive_some())
+        assert b"forbidden" in data or b"403" in data
+        assert b"engine_down" not in data
+        await stream.aclose()
