@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.e2e.engine.conftest import SMALL
 from tests.e2e.engine.test_equality import prompts
+from tests.e2e.engine.test_processes import until
+from tests.e2e.engine.test_storage import Load
 from tests.rigs.procs import Engine, Processes, Sidecar, http_json
 
 from hicache_sidecar.client.typed import Client
@@ -141,3 +143,30 @@ def test_a_store_that_takes_no_page_is_neither_swapped_in_nor_let_go(stack: Stac
     code, answer = hicachectl(stack, "detach", "--checkpoint", "--mode", "drain")
     assert (code, answer["state"]) == (0, "detached")
     assert stack.ask() == expected
+
+
+def test_traffic_goes_on_beside_the_checkpoint_and_loses_nothing(stack: Stack) -> None:
+    """The long part is in PREPARE; what came meanwhile is stored in FREEZE, so every text can be restored from B."""
+    texts = prompts(12)
+    expected = [stack.engine.generate(text, 24)["output_ids"] for text in texts]
+    stack.engine.flush()
+    stack.attach("file", stack.directory("a"))
+    with Load(stack.engine, expected) as load:
+        until("answers before", lambda: load.answers >= 6, 60.0)
+        answer = stack.client.swap(
+            "file", json.dumps({"prefetch_threshold": 32, **stack.directory("b")}), mode="drain", wait_timeout_s=20.0,
+            checkpoint=True, hicache_write_policy="write_back", hicache_storage_prefetch_policy="wait_complete",
+        )  # fmt: skip
+        assert answer.success
+        seen = load.answers
+        until("answers after", lambda: load.answers >= seen + 6, 60.0)
+    assert load.problems == []
+    assert [stack.engine.generate(text, 24)["output_ids"] for text in texts] == expected
+    assert stack.client.detach(mode="drain", wait_timeout_s=20.0, checkpoint=True).success
+    stack.engine.flush()
+    stack.attach("file", stack.directory("b"))
+    for text, output in zip(texts, expected, strict=True):
+        answers = [stack.generate(text, rank) for rank in (0, 1)]
+        assert [answer["output_ids"] for answer in answers] == [output] * 2
+        assert all(answer["meta_info"]["cached_tokens_details"]["storage"] for answer in answers)
+    assert stack.client.detach(mode="drain", wait_timeout_s=20.0).success
