@@ -74,6 +74,7 @@ class Guard:
         self.name = name
         self.inner = inner
         self.instance = instance
+        self.facts: dict[str, bool | int | str] = {}  # of the store, for status
         self._backend = backend
         self._clock = clock
         self._takes_prefix = frozenset(

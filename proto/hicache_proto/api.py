@@ -222,6 +222,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     prefetch_knobs: dict[str, KnobValue] = {}
     quarantine: str = ""
     guard: GuardReport | None = None
+    inner: str = ""  # the vendor's connector behind the backend's name (F75)
+    store: dict[str, bool | int | str] = {}  # what the store said of itself when it was attached
 
 
 class StatusDocument(msgspec.Struct, frozen=True):

@@ -99,7 +99,8 @@ class EffectiveState(msgspec.Struct, frozen=True):
     """What one rank really runs, read from the live objects.
 
     ``extra_config`` is the requested string with secrets redacted; ``config_digest`` identifies the effective
-    config (secrets included, hashed) so that ranks can be compared; ``inner`` names the vendor's connector.
+    config (secrets included, hashed) so that ranks can be compared; ``inner`` names the vendor's connector, ``store``
+    is what the store said of itself when it was attached (place, size, direct I/O and why not).
     """
 
     backend: str | None = None
@@ -112,6 +113,7 @@ class EffectiveState(msgspec.Struct, frozen=True):
     bypass: bool = False
     namespace: str = ""
     inner: str = ""
+    store: dict[str, bool | int | str] = {}
 
 
 class Blocker(msgspec.Struct, frozen=True):

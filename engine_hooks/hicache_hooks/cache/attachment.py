@@ -32,6 +32,13 @@ log = logging.getLogger(__name__)
 VALIDATED_S = 30.0  # PREPARE comes milliseconds after VALIDATE; an ``@/path`` file may be another one later
 STOP_S = 5.0  # for the threads of a set that never ran
 
+# Of ``Backend.health``, for status: what does not change while the store is attached.
+_LASTING = (
+    "inner", "path", "mount", "bucket", "endpoint", "master", "segment_bytes", "slots", "max_size", "eviction", "ttl_s",
+    "rocksdb_ttl_s", "direct_io", "direct_io_reason", "never_run_against_the_service",
+)  # fmt: skip
+MAX_FACT = 200  # characters
+
 # The controller's factory: makes the set for a guarded backend (None: the detached set). Parked, not started.
 SetFactory = Callable[[Guard | None, Knobs, str], "StorageSet"]
 
@@ -233,7 +240,8 @@ class StorageAttachment:
             for pool in (*self._pools, scratch.memory):
                 _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
         run_canary(backend, self._sealer, scratch, cancelled)
-        inner = _inner(backend) or spec.inner(config.options)
+        said = _facts(backend)
+        inner = str(said.pop("inner", "")) or spec.inner(config.options)
         if inner == registry.UNKNOWN_INNER:
             log.warning("attach: backend %s does not say what stores its pages (health: inner)", config.backend)
         probe = StoreProbe(backend, self._sealer, scratch)
@@ -243,6 +251,7 @@ class StorageAttachment:
             "guard",
             lambda: Guard(backend, name=name, inner=inner, instance=instance, settings=settings, probe=probe),
         )
+        guard.facts = said
         guard.learn_epoch()
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
@@ -294,15 +303,22 @@ def effective_state(running: Running, guard: Guard | None, *, bypass: bool, revi
         bypass=bypass,
         namespace=config.namespace if config else "",
         inner=guard.inner if guard else "",
+        store=dict(guard.facts) if guard else {},
     )
 
 
-def _inner(backend: Backend) -> str:
-    """What the backend calls its connector (F75); read once, because status must not wait for a store."""
+def _facts(backend: Backend) -> dict[str, bool | int | str]:
+    """What the backend says of itself that stays true, its connector too (F75). Read once: status waits for nobody."""
     try:
-        return str(backend.health().get("inner") or "")[:64]
-    except BaseException:  # the canary passed: a health call that fails is shown in status, it refuses nothing
-        return ""
+        said = backend.health()
+        found = {key: said.get(key) for key in _LASTING}
+    except BaseException:  # the canary passed: a health call that fails refuses nothing
+        return {}
+    return {
+        key: value if isinstance(value, bool | int) else str(value)[: 64 if key == "inner" else MAX_FACT]
+        for key, value in found.items()
+        if value is not None and value != ""
+    }
 
 
 def _step(name: str, action: Callable[[], Any]) -> Any:

@@ -29,6 +29,12 @@ def run_status(context: Context, arguments: list[str]) -> int:
         pairs.append(("because", status["reason"]))
     pairs.append(("revision", status.get("revision")))
     pairs += [(name, status.get(field)) for field, name in SGLANG_FIELDS]
+    said = [_said(rank) for rank in status.get("ranks") or []]
+    first = next((rank for rank, text in enumerate(said) if text), None)
+    if first is not None:
+        pairs.append(
+            ("store", said[0] if len(set(said)) == 1 else f"rank {status['ranks'][first]['rank']}: {said[first]}")
+        )
     operation = status.get("operation")
     if operation:
         pairs.append(
@@ -67,6 +73,12 @@ def run_status(context: Context, arguments: list[str]) -> int:
     for warning in status.get("warnings") or []:
         context.note(f"warning: {warning}")
     return code
+
+
+def _said(rank: dict[str, Any]) -> str:
+    """What the rank's store said of itself when it was attached."""
+    facts = {key: {True: "yes", False: "no"}.get(fact, fact) for key, fact in (rank.get("store") or {}).items()}
+    return ", ".join(filter(None, [rank.get("inner") or "", *(f"{key} {fact}" for key, fact in facts.items())]))
 
 
 def _stores(context: Context, stores: dict[str, Any], status: dict[str, Any]) -> None:

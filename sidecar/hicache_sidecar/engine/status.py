@@ -180,6 +180,8 @@ def rank_status(registry: Registry, session: Session) -> api.RankStatus:
         prefetch_knobs=state.knobs,
         quarantine=redact_text(session.report.quarantine),
         guard=session.report.guard,
+        inner=redact_text(state.inner),
+        store={key: redact_text(fact) if isinstance(fact, str) else fact for key, fact in state.store.items()},
     )
 
 

@@ -254,6 +254,10 @@ def test_status_names_what_stores_the_pages(
 def test_a_store_of_ours_without_a_connector_is_not_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F75: ``file`` says enough by its name."""
     made = built(box(), file(tmp_path))
-    assert effective_state(made.running, made.guard, bypass=False).inner == ""
+    state = effective_state(made.running, made.guard, bypass=False)
+    assert state.inner == ""
+    assert state.store == {
+        "path": str(tmp_path), "direct_io": False, "direct_io_reason": "this backend uses the page cache",
+    }, "F65: said where an operator looks, and nothing that changes by the minute"  # fmt: skip
     assert "what stores" not in caplog.text
     made.close(1.0)

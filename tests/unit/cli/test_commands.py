@@ -229,6 +229,17 @@ def test_status_has_a_line_per_store(ctl: Any) -> None:
     ]
 
 
+def test_status_says_what_the_store_says_of_itself(ctl: Any) -> None:
+    """F65, F75: the connector, and direct I/O or why not."""
+    facts = {"path": "/srv", "direct_io": False, "direct_io_reason": "tmpfs"}
+    one, two = ({**rank, "inner": "POSIX aio", "store": facts} for rank in STATUS["ranks"])
+    line = "store            POSIX aio, path /srv, direct_io no, direct_io_reason tmpfs"
+    assert line in ctl("status", answer=STATUS | {"ranks": [one, two]}).out
+    other = two | {"store": {"path": "/other"}}
+    assert "rank 0: POSIX aio, path /srv" in ctl("status", answer=STATUS | {"ranks": [one, other]}).out
+    assert "\nstore " not in ctl("status", answer=STATUS).out
+
+
 def test_status_without_an_engine_prints_and_exits_6(ctl: Any) -> None:
     down = STATUS | {"state": "engine_down", "ranks": [], "usage": {}, "drift": []}
     ran = ctl("status", answer=down)
