@@ -72,7 +72,8 @@ class GuardedStream(trio.abc.HalfCloseableStream):
         return b"" if self._closing else data
 
     async def send_eof(self) -> None:
-        await self._stream.send_eof()
+        async with self._sending:  # a client that leaves at once meets the (empty) end of its answer
+            await self._stream.send_eof()
 
     async def aclose(self) -> None:
         """Give the peer LINGER_S to take what was sent, then close and end the connection's tasks."""
