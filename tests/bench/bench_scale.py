@@ -2,7 +2,7 @@
 
 The ranks are the real agent, gate and transaction over nothing but numbers, so what is measured is the fan-out:
 messages, registry, journal, and the ranks' own part of the protocol. All ranks share one interpreter and its lock,
-so that process is the slower side: the note says how much of the processor each side took.
+so that process stays on one core and is the slower side: the note says how much of the processor each side took.
 """
 
 import os
@@ -35,7 +35,7 @@ def measure(ranks: int, rounds: int) -> tuple[float, str]:
     with tempfile.TemporaryDirectory(prefix="hicache-scale-") as folder, Processes(Path(folder)) as processes:
         sidecar = processes.sidecar()
         command = [sys.executable, "-m", "tests.rigs.light_rank", "--endpoint", sidecar.endpoint]
-        command += ["--ranks", str(ranks), "--dp-size", str(ranks)]
+        command += ["--ranks", str(ranks), "--dp-size", str(ranks), "--one-core"]
         host = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
             sidecar.process.wait_until("all ranks", lambda: http_ok(f"{sidecar.url}/readyz"), READY_S)

@@ -195,10 +195,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dp-rank", type=int, default=0)
     parser.add_argument("--dp-size", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="host this many replicas, from --dp-rank on")
+    parser.add_argument("--one-core", action="store_true", help="for many ranks: keep this process on one core")
     parser.add_argument("--busy", action="append", default=[], metavar="COUNTER=N")
     parser.add_argument("--close-timeout", type=float, default=3.0)
     parser.add_argument("--no-attach", action="store_true", help="capability attach=false")
     args = parser.parse_args(argv)
+    if args.one_core:
+        # One interpreter runs on one core at a time. Over two its threads wake each other across them, which doubles
+        # its time; and none should push another off the core before that one sleeps by itself.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if args.ranks > 1:
         # Each of some 500 threads that wait for the interpreter wakes up every switch interval (5 ms) to ask for it: a
         # third of this process's time. All of them let go of it by themselves within a millisecond.
