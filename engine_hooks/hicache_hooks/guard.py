@@ -61,13 +61,14 @@ class Guard:
         name: str = "",
         inner: str = "",
         instance: str = "",
+        manifest: Manifest | None = None,
         settings: GuardSettings | None = None,
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
         """``backend`` is open and canaried; the guard owns it from now on. ``inner``: the vendor's connector (F75).
-        ``instance``: the operator's name for this store (F92).
+        ``instance``: the operator's name for it (F92). ``manifest``: with its options; else the backend's own.
 
         ``probe`` looks at the store while its traffic is kept away; ``threads`` False: ``tick`` is called by hand.
         """
@@ -76,6 +77,7 @@ class Guard:
         self.instance = instance
         self.facts: dict[str, bool | int | str] = {}  # of the store, for status
         self._backend = backend
+        self._manifest = manifest
         self._clock = clock
         self._takes_prefix = frozenset(
             method
@@ -91,9 +93,7 @@ class Guard:
         self._watch.probe_left = self._close_if_last
         self._admin = AdminCalls(name, self._watch, self._lock, lambda: self._closing, self._close_if_last)
         self._whose: Callable[[], Any] = lambda: None
-        self._bypass = False
-        self._closing = False
-        self._closed = False
+        self._bypass = self._closing = self._closed = False
         self._close_error = ""
         self._last_error = ""
         self._logged_at = float("-inf")
@@ -370,7 +370,7 @@ class Guard:
     @property
     def manifest(self) -> Manifest | None:
         """What the backend can be used for; None: a class of somebody's that does not say."""
-        return getattr(self._backend, "manifest", None)
+        return self._manifest or getattr(self._backend, "manifest", None)
 
     @property
     def closed(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hicache_hooks.backends.base import Backend, StoreContext
+from hicache_hooks.backends.base import Backend, Manifest, StoreContext
 from hicache_hooks.backends.file import FileOptions, FileStore
 from hicache_hooks.cache.controller import CacheController
 from hicache_hooks.cache.hashing import fingerprint
@@ -108,9 +108,9 @@ class Ours:
         store.open()
         self.use_backend(store, "file")
 
-    def use_backend(self, store: Backend, name: str) -> None:
-        """Swap to an open store that has what it needs registered."""
-        self._close(self._ctl.install(self._set(Guard(store, name=name))))
+    def use_backend(self, store: Backend, name: str, manifest: Manifest | None = None) -> None:
+        """Swap to an open store that has what it needs registered. ``manifest``: with its options."""
+        self._close(self._ctl.install(self._set(Guard(store, name=name, manifest=manifest))))
 
     def context(self) -> StoreContext:
         """What a backend for this pool is told."""

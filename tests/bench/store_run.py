@@ -19,6 +19,7 @@ from tests.bench.bench_storage import GEOMETRY, Ours
 from tests.bench.store_loops import LOOPS
 
 from hicache_hooks.backends import registry
+from hicache_hooks.backends.base import Manifest
 from hicache_hooks.cache.config import Running, resolve
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.cache.pages import PageFormat
@@ -44,8 +45,8 @@ def timed(call: Callable[[], None]) -> float:
     return PAGES * GEOMETRY.payload_bytes / (time.perf_counter() - begin) / 1e9
 
 
-def opened(name: str, config: dict[str, Any], ours: Ours) -> Any:
-    """The backend as the attach path makes it."""
+def opened(name: str, config: dict[str, Any], ours: Ours) -> tuple[Any, Manifest]:
+    """The backend as the attach path makes it, with what it is good for."""
     target = TargetState(backend=name, extra_config=json.dumps(config))
     resolved = resolve(target, Running(None, Knobs()), namespace=ours.context().namespace).config
     if resolved is None:
@@ -53,9 +54,10 @@ def opened(name: str, config: dict[str, Any], ours: Ours) -> Any:
     spec = registry.usable(name)
     backend = spec.create(resolved.options, ours.context(), os.environ)
     backend.open()
-    if spec.manifest(resolved.options, os.environ).needs_registration:
+    manifest = spec.manifest(resolved.options, os.environ)
+    if manifest.needs_registration:
         backend.register(ours.host.memory())
-    return backend
+    return backend, manifest
 
 
 def measure(name: str, config: dict[str, Any], page_format: type[PageFormat], root: Path) -> dict[str, float]:
@@ -67,8 +69,8 @@ def measure(name: str, config: dict[str, Any], page_format: type[PageFormat], ro
     ours = Ours(PAGES, page_format)
     place = root / page_format.__name__
     place.mkdir()
-    backend = opened(name, config, ours)
-    ours.use_backend(backend, name)
+    backend, manifest = opened(name, config, ours)
+    ours.use_backend(backend, name, manifest)
     loop = LOOPS[name](config, ours.host.memory(), place)
     pages = [ours.host.page_view(i) for i in range(PAGES)]
     end = time.monotonic() + BUDGET_S

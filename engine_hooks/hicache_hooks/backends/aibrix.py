@@ -53,10 +53,7 @@ class AibrixStore:
         alignment=2 * BLOCK_TOKENS,
         parallel_axes=("tp", "pp"),
         summary="AIBrix KVCache: DRAM cache and a connector",
-        # A call takes locks and Python: a fifth of a read of L1 in calls of 7 MiB. Two calls at a time, each way, would
-        # need more than the transit memory.
-        batch_bytes=LARGE_BATCH,
-        calls=1,
+        batch_bytes=LARGE_BATCH,  # a call takes locks and Python: a fifth of a read of L1 in calls of 7 MiB
     )
 
     def __init__(self, options: AibrixOptions, context: StoreContext) -> None:
@@ -187,7 +184,7 @@ class AibrixStore:
         return [got[key] for key in keys]
 
     def _read_fronts(self, todo: dict[str, memoryview], got: dict[str, Got]) -> None:
-        """Nothing is asked first: with L1 a question costs a tenth of the read, with RocksDB half of it."""
+        """Nothing is asked first: a question costs a tenth of the read."""
         keys = list(todo)
         while keys:
             batch = keys[:BATCH]
@@ -367,8 +364,12 @@ def _batches(keys: list[str]) -> Iterator[list[str]]:
 
 
 def manifest_of(options: AibrixOptions, env: Mapping[str, str]) -> Manifest:
-    """Shared only when the connector is: L1, RocksDB and the mock are this process's or this host's."""
-    return msgspec.structs.replace(AibrixStore.manifest, shared=(options.l2_backend or "") not in LOCAL)
+    """Shared only when the connector is: L1, RocksDB and the mock are this process's or this host's.
+
+    Pages of a connector pass through the vendor's transit memory, 96 pages: not room for two calls at a time each way.
+    """
+    connector = options.l2_backend or ""
+    return msgspec.structs.replace(AibrixStore.manifest, shared=connector not in LOCAL, calls=1 if connector else 0)
 
 
 def _missing() -> list[str]:

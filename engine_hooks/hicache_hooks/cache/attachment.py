@@ -249,7 +249,9 @@ class StorageAttachment:
         name, instance = config.backend, config.instance
         guard = _step(
             "guard",
-            lambda: Guard(backend, name=name, inner=inner, instance=instance, settings=settings, probe=probe),
+            lambda: Guard(
+                backend, name=name, inner=inner, instance=instance, manifest=manifest, settings=settings, probe=probe
+            ),
         )
         guard.facts = said
         guard.learn_epoch()

@@ -127,6 +127,7 @@ def test_a_store_of_one_process_is_not_shared() -> None:
     assert manifest_of(effective(l2_backend="SHFS"), {}).shared
     assert not manifest_of(effective(), {}).shared
     assert not manifest_of(effective(l2_backend="ROCKSDB"), {}).shared
+    assert [manifest_of(effective(**one), {}).calls for one in ({}, {"l2_backend": "ROCKSDB"})] == [0, 1]
     assert manifest_of(effective(), {}).layouts == LAYOUTS
 
 

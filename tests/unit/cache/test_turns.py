@@ -124,3 +124,11 @@ def test_the_batch_is_cut_by_the_manifests_bytes(pages: int, batch: int) -> None
     made.stop(WAIT_S)
     made.close()
     rig.close()
+
+
+def test_what_the_options_make_of_a_backend_counts_before_its_class() -> None:
+    """AIBrix alone in memory takes any number of calls, with a connector one."""
+    store = Counting(1, batch_bytes=1)
+    assert Guard(store).manifest is store.manifest  # type: ignore[arg-type]
+    other = Manifest(name="counting", layouts=("page_first",))
+    assert Guard(store, manifest=other).manifest is other  # type: ignore[arg-type]
