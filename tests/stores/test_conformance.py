@@ -60,7 +60,7 @@ def test_a_short_object_is_no_hit_and_can_be_written_anew(stand: Stand, host: Ho
     """notes/backends.md: several clients report a short object as read, with a stale tail. F67 for ``exists``."""
     assert host.put([401, 402]) == [True, True]
     if not stand.shorten(f"ns.{401:064x}", "ns"):
-        pytest.skip(f"{stand.name}: objects of this store cannot be cut from outside")
+        pytest.skip(f"{stand.name}: {stand.why_whole}")
     assert host.get([401, 402])[1] == "hit"
     assert host.get([402, 401])[1] in ("miss", "error")
     host.call("set_aside", number=401)  # what the page check does with it

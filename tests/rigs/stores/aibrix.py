@@ -37,6 +37,7 @@ class AibrixRocksdbStand(AibrixStand):
     outlives_client = True
     can_be_small = tmpfs.MAY_MOUNT
     why_not_small = "only root may mount a small file system"
+    why_whole = "RocksDB has one owner; test_aibrix.py puts a value of another length between two opens"
     small_pages = 256
     evicts_when_full = False
     delete_frees = False  # RocksDB takes no delete either once a write failed

@@ -31,6 +31,7 @@ class Stand:
     evicts_when_full: ClassVar[bool] = False  # a full store drops old pages instead of refusing new ones
     can_be_small: ClassVar[bool] = False  # honours ``small``
     why_not_small: ClassVar[str] = "it has no limit of its own"  # why there is no check of a full store
+    why_whole: ClassVar[str] = "its pages are in the engine's own memory"  # why ``shorten`` can do nothing
     delete_frees: ClassVar[bool] = True  # a full store has room once pages are deleted; False: see ``more_room``
     reopens_when_full: ClassVar[bool] = False  # it refuses writes until it was opened anew, with room
     small_pages: ClassVar[int] = 128  # about so many 64 KiB pages fit when ``small``
@@ -79,7 +80,7 @@ class Stand:
         return {}
 
     def shorten(self, key: str, namespace: str) -> bool:
-        """Cut the stored object of ``key`` to half behind the backend's back; False: this store has no such thing."""
+        """Cut the stored object of ``key`` to half behind the backend's back; False: see ``why_whole``."""
         return False
 
     def more_room(self) -> None:
