@@ -13,6 +13,7 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.events import Event, Updated
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -35,8 +36,8 @@ BACKLOG = 128
 class GuardedStream(trio.abc.HalfCloseableStream):
     """A socket stream whose writes have a deadline and whose close lets the peer read the last answer.
 
-    Writes wait for each other: Hypercorn's reader writes ``100 Continue`` while the application may be answering
-    already (413 to ``curl -d`` of more than a megabyte, which asks first), and a trio stream refuses the second.
+    Writes and the end of the stream wait for each other: Hypercorn ends a connection while the application still
+    writes its answer (413 to ``curl -d`` of more than a megabyte, which leaves at once), and trio refuses the second.
     """
 
     def __init__(self, stream: trio.SocketStream, cancel: Callable[[], None]) -> None:
@@ -90,6 +91,26 @@ class GuardedStream(trio.abc.HalfCloseableStream):
         self._cancel()
 
 
+class _Connection(TCPServer):
+    """Hypercorn's connection, ended when the client has left and its requests are answered.
+
+    By itself (0.18) it waits for the rest of KEEP_ALIVE_S: eight clients a second that leave would fill
+    MAX_CONNECTIONS.
+    """
+
+    _left = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()  # until the client is gone
+        self._left = True
+        await self.idle_task.stop()
+
+    async def protocol_send(self, event: Event) -> None:
+        if self._left and isinstance(event, Updated):
+            return  # an answer after that: there will be no next request to wait for
+        await super().protocol_send(event)
+
+
 class HttpServer:
     """Serves listening TCP sockets with one ASGI application until ``stop``."""
 
@@ -128,7 +149,7 @@ class HttpServer:
         try:
             with trio.CancelScope() as scope:
                 stream = GuardedStream(raw, scope.cancel)
-                server = TCPServer(self._app, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+                server = _Connection(self._app, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
                 try:
                     await server.run()
                 finally:

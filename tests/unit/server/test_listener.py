@@ -1,6 +1,7 @@
 """HTTP on a real TCP socket: Hypercorn's protocol under our guards."""
 
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -199,6 +200,39 @@ def test_address_in_use_is_an_error() -> None:
     first = bind_tcp("127.0.0.1", 0)[0]
     with first, pytest.raises(OSError):
         bind_tcp("127.0.0.1", first.getsockname()[1])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("head", ["", "GET /h", "GET {} HTTP/1.1", "GET /events HTTP/1.1", "GET /nothing HTTP/1.1"])
+async def test_a_client_that_leaves_gives_its_place_back_at_once(head: str, reset: bool) -> None:
+    """Not after the keep-alive time: a script that asks ten times a second had filled every place with the departed."""
+    async with serving() as site:
+        site.service.hold_watch = True
+        stream = await site.connect()
+        if head.endswith("1.1"):
+            await site.send(stream, head.format(BACKEND))
+            await stream.receive_some()
+        else:
+            await stream.send_all(head.encode())
+        with trio.fail_after(5):
+            while site.server._open != 1:  # noqa: ASYNC110 - nothing to wait on
+                await trio.sleep(0.01)
+        if reset:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+        with trio.fail_after(listener.KEEP_ALIVE_S / 3):
+            while site.server._open:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+
+async def test_many_short_clients_are_all_served() -> None:
+    async with serving() as site:
+        for _ in range(2 * listener.MAX_CONNECTIONS):
+            stream = await site.connect()
+            await site.send(stream, "GET /healthz HTTP/1.1")
+            assert bytes(await stream.receive_some()).startswith(b"HTTP/1.1 200")
+            await stream.aclose()
+    assert site.counters.get("hicache_http_connections", "too_many") == 0
 
 
 async def test_a_client_that_asks_before_it_sends_too_much_reads_why() -> None:
