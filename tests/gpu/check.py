@@ -120,8 +120,11 @@ class Engine:
 
     # -- operations
 
-    def move(self, target: Any, *, hot: bool = False) -> None:
-        """PREPARE, FREEZE (not when hot), COMMIT, FINALIZE of the next operation, as a sidecar sends them."""
+    def move(self, target: Any, *, hot: bool = False, arriving: Sequence[Sequence[int]] = ()) -> list[str]:
+        """PREPARE, FREEZE (a drain; not when hot), COMMIT, FINALIZE of the next operation, as a sidecar sends them.
+
+        ``arriving`` are prompts that come in while admission is closed; returns their requests.
+        """
         from hicache_proto.hooklink import Commit, Finalize, Freeze, Prepare
         from hicache_proto.transaction import Ended
 
@@ -130,18 +133,26 @@ class Engine:
         self._call(n, Prepare(target, LEASE_S, hot=hot))
         self.until("prepared set", lambda: self._phase() != "preparing")
         self._expect("prepared")
+        held: list[str] = []
         if not hot:
             self._call(n, Freeze(1, LEASE_S, drain=True))
+            held = [self.submit(prompt) for prompt in arriving]
             self.until("frozen rank", lambda: self._phase() != "draining")
             self._expect("frozen")
+            if any(rid in self.answers for rid in held):
+                raise RuntimeError("a request was admitted while admission was closed")
         began = time.perf_counter()
         self._call(n, Commit(LEASE_S))
         self.stalls_us.append((time.perf_counter() - began) * 1e6)
         self._expect("switched")
         self._call(n, Finalize())
-        self.until("closed old set", lambda: not self.hook.transaction.busy and not closing_threads())
+        self.until("closed old set", lambda: not self.hook.transaction.busy and not self._closing())
         if self.hook.transaction.record.ended is not Ended.FINAL:
             raise RuntimeError(f"operation {n} ended {self.hook.transaction.record.ended}")
+        return held
+
+    def _closing(self) -> bool:
+        return not all(over.is_set() for over in list(self.hook._closer._running.values()))
 
     def _call(self, n: int, body: Any) -> None:
         from hicache_proto.hooklink import Call, phase_of
@@ -162,14 +173,14 @@ class Engine:
         return self.adapter.shutdown(5.0)
 
 
-def closing_threads() -> list[str]:
-    """Closers that still run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hicache-close")]
+def is_helper(thread: threading.Thread) -> bool:
+    """A helper of the hook, at work or waiting for the next job: it ends by itself (``helpers``)."""
+    return thread.name.startswith(("hicache-helper", "hicache-build", "hicache-close"))
 
 
 def transfer_threads() -> list[str]:
     """Worker threads of storage sets."""
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("hicache-") and t.is_alive())
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("hicache-") and not is_helper(t))
 
 
 def streams(engine: Engine) -> list[int]:
@@ -201,8 +212,10 @@ def measures(device: str) -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
     resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
     found = {
-        "threads": threading.active_count(), "descriptors": len(os.listdir("/proc/self/fd")), "resident": resident
-    }  # fmt: skip
+        "threads": sum(not is_helper(thread) for thread in threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "resident": resident,
+    }
     if device == "cuda":
         torch.cuda.synchronize()
         host = torch.cuda.host_memory_stats()
@@ -267,23 +280,25 @@ def check_threads(checks: Checks, device: str, root: Path) -> None:
     checks.that("all threads ended", engine.close() == [] and transfer_threads() == [], transfer_threads())
 
 
-def check_hot(checks: Checks, device: str, root: Path, swaps: int) -> None:
-    """Sets change while requests run: outputs equal, none fails."""
+def check_swaps(checks: Checks, device: str, root: Path, swaps: int, mode: str) -> None:
+    """Sets change while requests run (hot), or run out while new ones wait (drain): equal outputs, no failure."""
     engine = Engine(device, l1_tokens=1024, l2_tokens=2048)
     prompts = [text(100 + i, 100 + 70 * i) for i in range(8)]
     expected = [engine.generate(prompt).output for prompt in prompts]
+    late = 0 if mode == "hot" else 2  # of them arrive when admission is closed already
     wrong = 0
-    engine.move(file_target(root / "hot-b"))
+    engine.move(file_target(root / f"{mode}-b"))
     for turn in range(swaps):
-        rids = [engine.submit(prompt) for prompt in prompts]
+        rids = [engine.submit(prompt) for prompt in prompts[late:]]
         for _ in range(turn % 4):
             engine.turn()
-        engine.move(file_target(root / f"hot-{'ab'[turn % 2]}"), hot=True)
-        wrong += [d.output for d in engine.finish(rids)] != expected
-    engine.idle()
+        target = file_target(root / f"{mode}-{'ab'[turn % 2]}")
+        held = engine.move(target, hot=mode == "hot", arriving=prompts[:late])
+        wrong += [d.output for d in engine.finish([*held, *rids])] != expected
+        engine.flush()  # so that the next round reads what this one stored
     hits = engine.adapter.usage()["get"].hit
-    checks.that(f"{swaps} hot swaps under load: outputs equal", wrong == 0 and hits > 0, f"{hits} pages read")
-    checks.that("hot: nothing left running", engine.close() == [])
+    checks.that(f"{swaps} {mode} swaps under load: outputs equal", wrong == 0 and hits > 0, f"{hits} pages read")
+    checks.that(f"{mode}: nothing left running", engine.close() == [])
 
 
 def check_cycles(checks: Checks, device: str, root: Path, cycles: int) -> None:
@@ -337,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for layout in ("layer_first", "page_first", "page_first_direct", "page_head"):
             check_tiers(checks, options.device, root, layout)
         check_threads(checks, options.device, root)
-        check_hot(checks, options.device, root, options.swaps)
+        for mode in ("hot", "drain"):
+            check_swaps(checks, options.device, root, options.swaps, mode)
         check_cycles(checks, options.device, root, options.cycles)
     print(f"{'all passed' if not checks.failed else f'{checks.failed} failed'} in {time.monotonic() - began:.1f} s")
     return 1 if checks.failed else 0
