@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def test_a_program_that_fails_is_told_with_its_log_and_removed(monkeypatch: pyte
     assert not stage.path.exists()
 
 
+def gone(pid: int) -> bool:
+    """Ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
+
+
 def test_a_deaf_program_and_its_child_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo_stage, "STOP_TIMEOUT_S", 0.3)
     pids = tmp_path / "pids"
@@ -67,9 +76,10 @@ def test_a_deaf_program_and_its_child_are_killed(monkeypatch: pytest.MonkeyPatch
         stage._start("hicache-sidecar", "anything", [])
         stage._wait("hicache-sidecar", pids.exists)
         parent, child = map(int, pids.read_text().split())
-    for pid in (parent, child):
-        status = Path(f"/proc/{pid}/stat")
-        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    deadline = time.monotonic() + 10
+    while not (gone(parent) and gone(child)):  # a killed process is listed until the kernel is done with it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # pace of a poll
 
 
 def test_a_background_request_that_fails_is_told() -> None:
