@@ -69,7 +69,7 @@ def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     """Opening one blocks until somebody writes: the daemon's start, and its loop at a reload."""
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(TokenError, match="not a regular file|Is a directory"):
+        with pytest.raises(TokenError, match=r"not a regular file|Is a directory"):
             read_token(path)
 
 
