@@ -374,3 +374,14 @@ async def test_bypass_with_a_rank_missing(tmp_path):
         answer = await side.ask(api.BypassRequest(enabled=True))
         assert (answer.success, [r.success for r in answer.ranks]) == (False, [True, False])
         assert stub.ranks[0].state.bypass
+
+
+async def test_resume_with_a_rank_missing(tmp_path):
+    """F10: admission of who is there opens, whoever is not."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        assert (await side.ask(api.DrainRequest(hold_s=300.0))).success
+        await trio.to_thread.run_sync(stub.kill, 1)
+        await side.until(lambda: side.coordinator.registry.missing_ranks == [1])
+        answer = await side.ask(api.ResumeRequest())
+        assert (answer.success, [r.success for r in answer.ranks]) == (False, [True, False])
+        assert (stub.ranks[0].admission[-1], stub.ranks[0].holds) == ("open", {})

@@ -189,13 +189,16 @@ class Direct:
         return await self.ctx.ask_all(Release(name=DRAIN_HOLD), trio.current_time() + self.ctx.settings.call_s)
 
     async def resume(self) -> api.DrainAnswer:
-        """Open admission again; idempotent.
+        """Open admission again on every rank that is connected; idempotent.
+
+        A rank that is missing keeps nobody else closed: it comes back open, or its hold ends by its lease.
 
         Raises:
-            NoEngine: no rank, or not all.
+            NoEngine: no rank is connected.
         """
         ctx = self.ctx
-        ctx.require_engine()
+        if not ctx.registry.live:
+            ctx.require_engine()
         running = ctx.running
         if running is not None and running.kind == "drain" and running.on_cancel is not None:
             running.on_cancel()
@@ -207,8 +210,11 @@ class Direct:
         for rank, told in answers.items():
             there = bool(((told.answer.data if told.answer else None) or {}).get("released"))
             rows.append(api.RankResult(rank=rank, success=True, message="opened" if there else "was open"))
+        missing = ctx.registry.missing_ranks
+        rows += [api.RankResult(rank=rank, success=False, message="not connected") for rank in missing]
         state = status.overall(ctx.registry, None)[0]
-        return api.DrainAnswer(success=True, state=state, message="admission is open", ranks=rows)
+        text = "admission is open" + (f"; not connected: {', '.join(map(str, missing))}" if missing else "")
+        return api.DrainAnswer(success=not missing, state=state, message=text, ranks=rows)
 
     def _job(self, kind: str, actor: Actor, timeout_s: float, reason: str = "") -> Job:
         deadline = trio.current_time() + timeout_s if math.isfinite(timeout_s) else math.inf
