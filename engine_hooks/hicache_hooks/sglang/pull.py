@@ -19,8 +19,6 @@ from hicache_proto.transaction import RankPhase
 
 log = logging.getLogger(__name__)
 
-_AT_REST = (RankPhase.NONE, RankPhase.QUARANTINED)
-
 
 class Pull:
     """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
@@ -63,7 +61,7 @@ class Pull:
         self.waker.clear()
         if hook.pending:
             hook.run_pending()
-        self._turns.follow(hook.transaction.record.phase not in _AT_REST)
+        self._turns.follow(hook.transaction.record.phase is RankPhase.PREPARING)
         if self._repair_asked:
             self._repair_asked = False
             self._repair()

@@ -1,5 +1,6 @@
 """The pull hook with a real ``RankHook``: the gate, commands on the broadcast, and that nothing reaches the engine."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -105,6 +106,20 @@ def test_a_freeze_holds_and_an_undo_releases_in_order(scheduler: Scheduler) -> N
     assert scheduler.loop(Work("c")) == []  # the undo runs behind what was pulled
     assert scheduler.loop(Work("d")) == [Work("b"), Work("c"), Work("d")]
     assert scheduler.loop(Work("e")) == [Work("e")]
+
+
+def test_turns_are_short_exactly_while_a_backend_is_built(scheduler: Scheduler) -> None:
+    """A builder that computes in Python must not take milliseconds of each pass from the scheduler thread."""
+    usual_s = sys.getswitchinterval()
+    scheduler.send(Prepare(TargetState(backend="file"), prepared_s=30), 1)
+    for _ in range(1000):
+        scheduler.loop()
+        building = scheduler.hook.transaction.record.phase is RankPhase.PREPARING
+        assert (sys.getswitchinterval() < usual_s / 2) == building
+        if not building:
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("not prepared")
 
 
 def test_a_manual_hold_and_its_release(scheduler: Scheduler) -> None:

@@ -18,7 +18,7 @@ def usual() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_short_while_an_operation_runs() -> None:
+def test_short_while_told() -> None:
     turns = Turns()
     turns.follow(False)
     assert sys.getswitchinterval() == pytest.approx(USUAL_S, abs=2e-6)
