@@ -1,8 +1,8 @@
 """A store whose server is killed under load, behind the embedded engine: no request notices, and hits come back.
 
 Every store with a server of its own, with the real server, beside an engine that never had a store. What is asserted
-is the cause of a small cost (the breaker opens in its window, and then no request makes a call), and the cost itself:
-medians of pairs asked in turn of both engines.
+is the cause of a small cost: the breaker opens in its window, and then no request makes a call. The cost itself, the
+time to the first token beside that engine's, is printed here and has its target in ``tests/bench/bench_dead_store.py``.
 """
 
 import json
@@ -23,8 +23,7 @@ HITS_S = 60.0
 BACK_S = 90.0  # the breaker looks again after growing holds, and the store has its own time to come back
 ANSWERS = 24
 ANSWERS_S = 120.0
-TTFT_RATIO = 1.25  # of issue "Shown by"
-PAIRS, ATTEMPTS = 30, 4  # a machine's noise only adds
+PAIRS = 30
 
 
 @pytest.fixture(params=lines(server=True), ids=line_id)
@@ -64,16 +63,12 @@ def test_a_killed_server_fails_no_request_and_hits_return_by_themselves(with_ser
     used = with_server.client.status(fresh=True).usage
     assert used["exists"].skipped > 0
 
-    ratios: list[float] = []
-    while len(ratios) < ATTEMPTS and min(ratios, default=9.0) > TTFT_RATIO:
-        ours, theirs = with_server.first_tokens([f"{len(ratios)}-{i} {prompts(12)[4]}" for i in range(PAIRS)])
-        ratios.append(ours / theirs)
+    ours, theirs = with_server.first_tokens([f"{i} {prompts(12)[4]}" for i in range(PAIRS)])
     after = with_server.guard()
     print(f"{stand.name}: breaker open {opened_s:.2f} s after the kill ({report.reason}), {report.calls - calls} calls "
           f"made by {load.answers - seen} requests with the breaker open; time to first token "
-          f"{', '.join(f'{one:.2f}' for one in ratios)} x that of an engine without a store")  # fmt: skip
+          f"{ours / theirs:.2f} x that of an engine without a store")  # fmt: skip
     assert after.calls == report.calls == calls, "with the breaker open no request makes a call"
-    assert min(ratios) <= TTFT_RATIO
 
     with Load(engine, expected) as load:
         stand.restart()
