@@ -5,7 +5,6 @@ Order: body shape 422 · (access, in the coordinator) · no_engine 503 · operat
 up to the idle probe no message but stateless questions reaches a rank.
 """
 
-import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,10 +15,7 @@ from hicache_proto import api
 from hicache_proto.errors import (
     AlreadyAttached,
     DeadlineExceeded,
-    ErrorBody,
-    HicacheError,
     Inconsistent,
-    InvalidRequest,
     NoEngine,
     Quarantined,
     RevisionMismatch,
@@ -38,6 +34,7 @@ from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.fanout import RankAnswer
 from hicache_sidecar.engine.goals import Goal, check_shape, goal_of
 from hicache_sidecar.engine.operation import Job, desired_document
+from hicache_sidecar.engine.repeats import Repeats, body_digest
 from hicache_sidecar.engine.transact import Transactor, ctx_revision
 
 PROBE_S = 0.08  # a busy engine is refused within 100 ms
@@ -45,18 +42,12 @@ PROBE_S = 0.08  # a busy engine is refused within 100 ms
 ChangeRequest = api.AttachRequest | api.DetachRequest | api.PolicyRequest
 
 
-def body_digest(request: api.ApiRequest) -> str:
-    """Identifies a request's content for the idempotency key."""
-    if getattr(request, "request_id", None) is not None:
-        request = msgspec.structs.replace(request, request_id=None)
-    return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
-
-
 class Changes:
     """Attach, swap, detach, policy, dry run."""
 
     def __init__(self, ctx: Context, transactor: Transactor) -> None:
         self.ctx, self.transactor = ctx, transactor
+        self.repeats = Repeats(ctx)
 
     async def change(self, request: ChangeRequest, actor: Actor, progress: Progress) -> api.Document:
         """Run one change and wait for its end; the job goes on when the caller is cancelled.
@@ -65,7 +56,7 @@ class Changes:
             HicacheError: every refusal and failure.
         """
         check_shape(request)
-        replay = self.replay(request)
+        replay = self.repeats.find(request)
         if isinstance(replay, Job):
             return await self.wait(replay, progress)
         if replay is not None:
@@ -88,7 +79,7 @@ class Changes:
             reason=request.reason,
             mode=request.mode,
             request_key=request.request_id or "",
-            digest=body_digest(request),  # type: ignore[arg-type]  # every ChangeOptions is an ApiRequest
+            digest=body_digest(request),
         )
 
     def check_free_and_revision(self, job: Job, if_revision: int | None) -> None:
@@ -124,35 +115,6 @@ class Changes:
         if job.answer is None:
             raise Inconsistent("the operation ended without an answer", operation_id=job.id)
         return job.answer
-
-    # ---- idempotency
-
-    def replay(self, request: api.ChangeOptions) -> Job | api.OperationAnswer | None:
-        """The first answer of a repeated request id, or the job that still runs under it."""
-        key = request.request_id
-        if not key:
-            return None
-        digest = body_digest(request)  # type: ignore[arg-type]
-        running = self.ctx.running
-        if running is not None and running.request_key == key:
-            self._same(digest, running.digest)
-            return running
-        known = self.ctx.book.answer_for(key)
-        if known is None:
-            return None
-        self._same(digest, known[0])
-        kept = known[1]
-        if not kept:
-            raise HicacheError("this request ended in a restart of the sidecar, without an answer: see the history")
-        if "error" in kept:
-            raise from_body(msgspec.convert(kept["error"], type=ErrorBody))
-        return msgspec.convert(kept["answer"], type=api.OperationAnswer)
-
-    def _same(self, one: str, other: str) -> None:
-        if one != other:
-            raise InvalidRequest(
-                "this request id was used with another body", details={"reason": "idempotency_mismatch"}
-            )
 
     # ---- the change itself
 
@@ -216,7 +178,7 @@ class Changes:
             job.result(rank, True, "nothing to detach" if goal.target.backend is None else "already so")
         if goal.checkpoint:
             notes = [*notes, "checkpoint: no store is let go, so none was taken"]
-        return api.OperationAnswer(
+        answer = api.OperationAnswer(
             success=True,
             changed=False,
             changed_keys=[],
@@ -228,6 +190,8 @@ class Changes:
             warnings=warnings,
             notes=notes,
         )
+        self.repeats.unchanged(job, answer)
+        return answer
 
     def _needs_swap(self, goal: Goal, keys: list[str]) -> AlreadyAttached:
         now = next(iter(self.ctx.registry.live.values())).report.state.backend

@@ -94,7 +94,7 @@ class Past:
             NotFound: no such revision. InvalidRequest: its config was learnt from a rank and lacks its secrets.
         """
         check_shape(request)
-        replay = self.changes.replay(request)
+        replay = self.changes.repeats.find(request)
         if isinstance(replay, Job):
             return await self.changes.wait(replay, progress)
         if replay is not None:
