@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from hicache_hooks.backends.aibrix_known import Known
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
@@ -72,6 +73,7 @@ class AibrixStore:
         self._calls = 0
         self._upkeep = threading.Lock()
         self._tidy = Upkeep("aibrix")
+        self._known = Known(enabled=options.keeps_all)
 
     def open(self) -> None:
         """Make the manager.
@@ -134,6 +136,7 @@ class AibrixStore:
                 if not any(done.values()):
                     raise
                 log.warning("aibrix: a put ended early: %s", type(exc).__name__)
+            self._known.add(key for key, yes in done.items() if yes)
         return [done.get(key) for key in keys]
 
     def _put(self, keys: list[str], pages: list[memoryview], done: dict[str, bool]) -> None:
@@ -193,6 +196,7 @@ class AibrixStore:
             if not read and (status.is_timeout() or status.is_cancelled()):
                 raise TimeoutError("the aibrix connector did not answer in time")
             if read < len(batch):  # a hole, or a page that cannot be read (rule 4)
+                self._known.drop([batch[read]])
                 self._read_asking([batch[read]], todo, got)
                 read += 1
             keys = keys[read:]
@@ -258,15 +262,18 @@ class AibrixStore:
 
     def _prefix(self, keys: list[str]) -> int:
         """How many of the first ``keys`` are stored without a gap."""
-        status = self._manager.exists(None, self._hashes(keys, BLOCK_TOKENS))
+        known = self._known.prefix(keys)
+        if known == len(keys):
+            return known
+        status = self._manager.exists(None, self._hashes(keys[known:], BLOCK_TOKENS))
         self._called()
         if status.is_ok():
-            return int(status.get()) // BLOCK_TOKENS
+            return known + int(status.get()) // BLOCK_TOKENS
         if status.is_timeout() or status.is_cancelled():
             raise TimeoutError("the aibrix connector did not answer in time")
         if not status.is_not_found():
             raise RuntimeError(f"the aibrix connector failed: {status.error_code.name}")
-        return 0
+        return known
 
     def _check(self, pages: Sequence[memoryview]) -> None:
         for page in pages:
@@ -290,6 +297,7 @@ class AibrixStore:
 
     def _remove(self, keys: list[str]) -> None:
         for batch in _batches(keys):
+            self._known.drop(batch)
             status = self._manager.delete(None, self._hashes(batch, BLOCK_TOKENS))
             if not status.is_ok() and not status.is_not_found():
                 raise RuntimeError(f"the aibrix connector did not remove pages: {status.error_code.name}")

@@ -118,6 +118,12 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
         return warnings
 
     @property
+    def keeps_all(self) -> bool:
+        """RocksDB alone, without a time to live: what was stored is there until it is deleted."""
+        ttl = self.l2_options.get("rocksdb_ttl_s", DEFAULT_TTL_S)
+        return self.l2_backend == "ROCKSDB" and not self.l1_capacity_gb and _seconds(ttl) <= 0
+
+    @property
     def inner(self) -> str:
         """What stores the pages (F75)."""
         return "+".join(part for part in ("L1" if self.l1_capacity_gb else "", self.l2_backend or "") if part)

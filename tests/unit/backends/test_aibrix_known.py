@@ -1,0 +1,137 @@
+"""AIBrix over RocksDB alone: what this process stored is not asked for, and nothing that is gone is believed in."""
+
+from typing import Any
+
+import pytest
+
+from hicache_hooks.backends import aibrix_known
+from hicache_hooks.backends.aibrix import AibrixStore
+from hicache_hooks.backends.aibrix_known import Known
+from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, AibrixOptions
+from hicache_hooks.backends.base import Got, StoreContext
+
+PAGE = 8192
+
+
+class Status:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def is_ok(self) -> bool:
+        return self.value is not None
+
+    def is_not_found(self) -> bool:
+        return self.value is None
+
+    def is_timeout(self) -> bool:
+        return False
+
+    is_cancelled = is_out_of_memory = is_timeout
+
+    def get(self) -> Any:
+        return self.value
+
+
+class Handle:
+    """Blocks without tensors: nothing is copied."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def to_tensors(self) -> list[Any]:
+        return []
+
+    def release(self) -> None:
+        pass
+
+
+class Manager:
+    """The vendor's, with keys alone; says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.asked: list[list[str]] = []
+
+    def _front(self, keys: list[str]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.keys), len(keys))
+
+    def allocate_for(self, _: None, keys: list[str]) -> Status:
+        return Status(Handle(len(keys)))
+
+    def put(self, _: None, keys: list[str], handle: Handle) -> Status:
+        self.keys.update(keys)
+        return Status(len(keys) * BLOCK_TOKENS)
+
+    def acquire(self, _: None, keys: list[str]) -> Status:
+        front = self._front(keys)
+        return Status((front * BLOCK_TOKENS, Handle(front)) if front else None)
+
+    def exists(self, _: None, keys: list[str]) -> Status:
+        self.asked.append(keys)
+        return Status(self._front(keys) * BLOCK_TOKENS or None)
+
+    def delete(self, _: None, keys: list[str]) -> Status:
+        self.keys.difference_update(keys)
+        return Status(0)
+
+
+def opened(**options: Any) -> tuple[AibrixStore, Manager]:
+    fields = {"l1_capacity_gb": 0.0, "l2_backend": "ROCKSDB", "l2_options": {"rocksdb_ttl_s": 0}, **options}
+    store = AibrixStore(AibrixOptions(**fields), StoreContext(namespace="ns", page_bytes=PAGE, layout="page_first"))
+    manager = Manager()
+    store._manager, store._hashes = manager, lambda keys, tokens: keys
+    store._state.opened()
+    return store, manager
+
+
+def pages(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(PAGE)) for _ in range(count)]
+
+
+def test_what_this_process_stored_is_not_asked_for() -> None:
+    store, manager = opened()
+    manager.keys.add("c")  # of an earlier process
+    assert store.batch_put(["a", "b"], pages(2)) == [True, True]
+    assert store.batch_exists(["a", "b"]) == [True, True]
+    assert manager.asked == []
+    assert store.batch_exists(["a", "c", "d", "b"]) == [True, True, False, True]
+    assert manager.asked == [["c", "d", "b"]]
+
+
+def test_what_was_deleted_or_set_aside_is_not_believed_in() -> None:
+    store, _ = opened()
+    store.batch_put(["a", "b", "c"], pages(3))
+    assert store.delete(["a"]) == 1
+    store.set_aside("b", "checksum")
+    assert store.batch_exists(["a", "b", "c"]) == [False, False, True]
+
+
+def test_a_page_that_is_gone_all_the_same_is_a_miss_and_forgotten() -> None:
+    """Somebody emptied the directory."""
+    store, manager = opened()
+    store.batch_put(["a", "b", "c"], pages(3))
+    manager.keys.discard("b")
+    assert store.batch_get(["a", "b", "c"], pages(3)) == [Got.HIT, Got.MISS, Got.HIT]
+    assert store.batch_exists(["a", "b", "c"]) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"l2_options": {"rocksdb_ttl_s": 60}}, {"l2_options": {}}, {"l1_capacity_gb": 1.0}, {"l2_backend": "SHFS"}],
+)
+def test_where_pages_go_by_themselves_or_others_write_the_store_is_asked(options: dict[str, Any]) -> None:
+    store, manager = opened(**options)
+    store.batch_put(["a"], pages(1))
+    assert store.batch_exists(["a"]) == [True]
+    assert manager.asked == [["a"]]
+
+
+def test_the_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F43."""
+    monkeypatch.setattr(aibrix_known, "MAX_KEYS", 2)
+    known = Known(enabled=True)
+    known.add(["a", "b", "a", "c"])
+    assert [known.prefix([key]) for key in "abc"] == [1, 0, 1]
