@@ -280,7 +280,7 @@ class Story:
             count = origin.get("storage", 0)
             self.show.expect(count > 0, f"replica {replica}: {count} tokens came from storage")
         self.show.expect(outputs == reference, "the output is the same token for token")
-        self.ctl("status")
+        self.ctl("status", "--fresh")
 
     def policy(self) -> None:
         """Live keys change without a rebuild."""

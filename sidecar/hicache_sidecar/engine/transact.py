@@ -155,7 +155,8 @@ class Transactor:
         """Settle an operation that ended on A: a failure, or a dry run that passed."""
         if goal.dry_run and outcome.prepared and outcome.cause is None:
             for rank in drive.move.participants:
-                job.result(rank, True, f"can {goal.verb} {goal.target.backend}")
+                replaces = self.ctx.registry.ranks[rank].report.state.backend is not None
+                job.result(rank, True, f"can {goal.verb if replaces else 'attach'} {goal.target.backend}")
             answer = self._answer(job, goal, outcome, [], warnings, notes, diff)
             await self._record_a(job, {"answer": msgspec.to_builtins(answer)}, "dry run")
             return answer
