@@ -6,6 +6,7 @@ so that a green run never hides what it did not look at.
 
 import os
 import shutil
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # tests import their helpers as tests.rigs.x
     sys.path.insert(0, str(ROOT))
+
+# A shell starts what it runs in the background with SIGINT ignored, and every child inherits that: not here, where
+# programs are interrupted on purpose.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing_for_root() -> str | None:

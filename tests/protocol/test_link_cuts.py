@@ -15,8 +15,8 @@ PATIENT = replace(FAST, reconnect_grace_s=8.0, liveness_s=9.0, validate_s=10.0)
 
 
 async def unheard(side: Side, stub: StubEngine) -> None:
-    """Rank 1 takes no VALIDATE; returns once the question is out."""
-    await stub_sees(stub, lambda: ("validate", 0) in stub.ranks[0].log)
+    """Rank 1 takes no VALIDATE; returns once it has let its question pass, and will take the next one."""
+    await stub_sees(stub, lambda: ("validate", 0) in stub.ranks[0].log and "validate" in stub.ranks[1].ignored)
     await trio.to_thread.run_sync(partial(stub.ranks[1].set, silent=frozenset()))
 
 

@@ -96,6 +96,7 @@ class StubLink:
         self.quarantine = ""
         self.stuck = ""  # shown while ``close_stuck``
         self.log: list[tuple[str, int]] = []  # (phase, n) of every call taken
+        self.ignored: list[str] = []  # phases of calls that were let pass (``silent``)
         self.admission: list[str] = []  # "close" and "open", in order
         self.opened: list[str | None] = []  # backends that were switched to: opened for I/O
         self.checkpoints: list[bool] = []  # of every operation that was prepared: asked to store the tree first

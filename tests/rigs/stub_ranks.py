@@ -66,7 +66,9 @@ class StubRank(StubLink):
                 self._beat_at = NEVER
             case Rehello():
                 self.hello()
-            case Call() if message.session == self.session and message.phase not in self.script.silent:
+            case Call() if message.session == self.session and message.phase in self.script.silent:
+                self.ignored.append(message.phase)
+            case Call() if message.session == self.session:
                 self.log.append((message.phase, message.n))
                 self._call(message)
 
