@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.crash.stand import DP, Stand
 
+from hicache_hooks.helpers import IDLE_NAME
 from hicache_proto.errors import HicacheError
 from hicache_sidecar.store.journal import Journal
 
@@ -122,13 +123,14 @@ def _left(stand: Stand, attached: bool) -> list[str]:
     base, more = stand.base, int(attached)
     for number, rank in enumerate(stand.ranks):
         facts = rank.process.facts()
-        threads = [name for name in facts["threads"] if not name.startswith("light-worker-")]
-        workers = len(facts["threads"]) - len(threads)
+        idle = facts["threads"].count(IDLE_NAME)  # ends by itself, after a time that no cell waits for
+        threads = [name for name in facts["threads"] if name != IDLE_NAME and not name.startswith("light-worker-")]
+        workers = len(facts["threads"]) - idle - len(threads)
         parts = len(list((stand.root / "scratch").glob(f"{rank.process.pid}-*")))
         for what, have, want in (
             ("threads", threads, base["threads"]),
             ("workers", workers, more),
-            ("kernel threads", facts["tasks"], base["tasks"] + more),
+            ("kernel threads", facts["tasks"] - idle, base["tasks"] + more),
             ("descriptors", facts["fds"], base["fds"] + more),
             ("temporary files", parts, more),
             ("pages", sum(facts["pages"].values()), PAGES_PER_SET * more),

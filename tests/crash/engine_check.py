@@ -8,6 +8,9 @@ from typing import Any
 from tests.crash.check import REST_S, files_of, journal_says
 from tests.crash.engine_stand import DP, EngineStand
 
+from hicache_hooks.helpers import IDLE_S
+
+HELPERS_GONE_S = IDLE_S + 1.0
 RECOVERY_S = 90.0  # a scheduler process starts torch
 
 
@@ -31,13 +34,14 @@ def remember(stand: EngineStand) -> None:
 
 
 def _stable(stand: EngineStand) -> set[tuple[int, int]]:
-    """Threads and descriptors of the ranks, once they stay the same."""
+    """Threads and descriptors of the ranks, once they stay the same for longer than an idle helper thread stays."""
     deadline = time.monotonic() + REST_S
-    last = None
-    while (now := _counts(stand)) != last and time.monotonic() < deadline:
-        last = now
-        time.sleep(0.3)
-    return set(now)
+    last, since = _counts(stand), time.monotonic()
+    while time.monotonic() < min(since + HELPERS_GONE_S, deadline):
+        time.sleep(0.1)
+        if (now := _counts(stand)) != last:
+            last, since = now, time.monotonic()
+    return set(last)
 
 
 def _counts(stand: EngineStand) -> list[tuple[int, int]]:
