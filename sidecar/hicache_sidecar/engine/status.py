@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hicache_proto import api
-from hicache_proto import usage as summed
 from hicache_proto.model import (
     EffectiveState,
     KnobValue,
@@ -21,6 +20,7 @@ from hicache_sidecar.core.redaction import REDACTED, redact_config, redact_text
 from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.operation import Job, desired_document
 from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.sums import Sums
 
 DRAIN_HOLD = "drain"  # the name of the manual hold
 NEWS_S = 600.0  # how long a store that was found emptied is a warning; the rank's guard shows it for good
@@ -114,11 +114,6 @@ def desired_knobs(desired: TargetState) -> dict[str, KnobValue]:
     return dict(desired.knobs)
 
 
-def usage(sessions: Iterable[Session]) -> dict[str, OpUsage]:
-    """Usage summed over ranks."""
-    return summed.total(session.report.usage for session in sessions)
-
-
 def stuck_threads(report: RankReport) -> list[str]:
     """Threads in a call past its deadline, and threads that have finished nothing for too long (F39), by name."""
     in_calls = report.guard.stuck if report.guard is not None else []
@@ -187,6 +182,7 @@ def rank_status(registry: Registry, session: Session) -> api.RankStatus:
 
 def status_document(
     registry: Registry,
+    sums: Sums,
     desired: tuple[TargetState, int] | None,
     digest: str,
     running: Job | None,
@@ -205,7 +201,7 @@ def status_document(
         for s in live.values()
         if s.report.layers
     ]
-    by_store = summed.stores(s.report.stores for s in live.values())
+    used, by_store = sums.of([s.report for s in live.values()])
     differing = drift(registry, desired[0] if desired else None, digest)
     return api.StatusDocument(
         hicache_storage_backend=first.backend,
@@ -216,7 +212,7 @@ def status_document(
         state=state,
         desired=desired_document(*desired) if desired else None,
         drift=[] if running is not None else differing,
-        usage=usage(live.values()),
+        usage=used,
         ranks=[rank_status(registry, s) for _, s in sorted(registry.ranks.items())],
         missing_ranks=registry.missing_ranks,
         operation=None if running is None else {"id": running.id, "kind": running.kind, "phase": running.phase},

@@ -140,7 +140,10 @@ class Connection:
             return
         if frame.id <= 0 or frame.id in self._in_flight:
             raise InvalidRequest(f"request id {frame.id} is not above 0, or is still in use")
-        await self._slots.acquire()
+        try:
+            self._slots.acquire_nowait()  # without the turn of the loop that ``acquire`` costs
+        except trio.WouldBlock:
+            await self._slots.acquire()
         scope = self._in_flight[frame.id] = trio.CancelScope()
         nursery.start_soon(self._answer, frame, scope)
 

@@ -47,8 +47,16 @@ class FrameReader:
                     return None
             if scope.cancelled_caught and not busy():
                 return None
+        if self._whole():
+            return await self._payload()  # nothing to wait for
         with trio.fail_after(FRAME_S):
             return await self._payload()
+
+    def _whole(self) -> bool:
+        """A frame is in the buffer from its first byte to its last."""
+        return (
+            len(self._buffer) >= HEADER.size and len(self._buffer) - HEADER.size >= HEADER.unpack_from(self._buffer)[0]
+        )
 
     async def _payload(self) -> bytes:
         await self._need(HEADER.size)
