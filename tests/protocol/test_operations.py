@@ -125,6 +125,16 @@ async def test_dry_run_builds_everywhere_and_keeps_nothing(tmp_path):
             await side.attach(dry_run=True)
 
 
+async def test_a_dry_run_says_attach_or_swap_by_what_is_there(tmp_path):
+    """``hicachectl check`` always allows a swap; what it would be, the ranks know."""
+    async with rig(tmp_path, dp=2) as (side, _stub):
+        answer = await side.attach(swap=True, dry_run=True)
+        assert [rank.message for rank in answer.ranks] == ["can attach file", "can attach file"]
+        await side.attach()
+        answer = await side.attach("mem", swap=True, dry_run=True)
+        assert [rank.message for rank in answer.ranks] == ["can swap mem", "can swap mem"]
+
+
 async def test_cancel_restores(tmp_path):
     """Cancel before the outcome: every rank is back, the client is told, the job says so."""
     async with rig(tmp_path, dp=2) as (side, stub):

@@ -154,9 +154,9 @@ class Transactor:
     ) -> api.OperationAnswer:
         """Settle an operation that ended on A: a failure, or a dry run that passed."""
         if goal.dry_run and outcome.prepared and outcome.cause is None:
+            attaches = {row["rank"] for row in diff if row["relation"] == "attach"}  # where VALIDATE found nothing
             for rank in drive.move.participants:
-                replaces = self.ctx.registry.ranks[rank].report.state.backend is not None
-                job.result(rank, True, f"can {goal.verb if replaces else 'attach'} {goal.target.backend}")
+                job.result(rank, True, f"can {'attach' if rank in attaches else goal.verb} {goal.target.backend}")
             answer = self._answer(job, goal, outcome, [], warnings, notes, diff)
             await self._record_a(job, {"answer": msgspec.to_builtins(answer)}, "dry run")
             return answer
