@@ -12,7 +12,7 @@ from typing import Any
 
 from hicache_hooks.hook import RankHook
 from hicache_hooks.sglang.held import Held
-from hicache_hooks.sglang.turns import Turns
+from hicache_hooks.sglang.switch_interval import SwitchInterval
 from hicache_hooks.sglang.wake import Waker
 from hicache_hooks.sglang.world import BroadcastWorld
 from hicache_proto.transaction import RankPhase
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Pull:
     """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
 
-    __slots__ = ("_held", "_leader", "_repair", "_repair_asked", "_turns", "_world", "closed", "hook", "waker")
+    __slots__ = ("_held", "_interval", "_leader", "_repair", "_repair_asked", "_world", "closed", "hook", "waker")
 
     def __init__(
         self, hook: RankHook, world: BroadcastWorld, held: Held, waker: Waker, repair: Callable[[], object]
@@ -37,7 +37,7 @@ class Pull:
         self._repair = repair
         self._repair_asked = False
         self._leader = world.leader
-        self._turns = Turns()
+        self._interval = SwitchInterval()
 
     def ask_repair(self) -> None:
         """*any thread*: run ``repair`` at the next pull."""
@@ -61,7 +61,7 @@ class Pull:
         self.waker.clear()
         if hook.pending:
             hook.run_pending()
-        self._turns.follow(hook.transaction.record.phase is RankPhase.PREPARING)
+        self._interval.follow(hook.transaction.record.phase is RankPhase.PREPARING)
         if self._repair_asked:
             self._repair_asked = False
             self._repair()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache_hooks.sglang.turns import SHORT_S, Turns
+from hicache_hooks.sglang.switch_interval import SHORT_S, SwitchInterval
 
 USUAL_S = 0.004
 
@@ -19,7 +19,7 @@ def usual() -> Iterator[None]:
 
 
 def test_short_while_told() -> None:
-    turns = Turns()
+    turns = SwitchInterval()
     turns.follow(False)
     assert sys.getswitchinterval() == pytest.approx(USUAL_S, abs=2e-6)
     for _ in range(2):
@@ -33,7 +33,7 @@ def test_short_while_told() -> None:
 @pytest.mark.parametrize("interval_s", [0.0001, 0.000123, 0.005, 0.0123])
 def test_the_engines_own_value_comes_back_each_time(interval_s: float) -> None:
     """Python cuts to microseconds; a hundred operations must not wear it down. A shorter one stays as it is."""
-    turns = Turns()
+    turns = SwitchInterval()
     sys.setswitchinterval(interval_s)
     own = sys.getswitchinterval()
     for _ in range(100):

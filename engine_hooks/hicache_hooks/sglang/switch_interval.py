@@ -15,7 +15,7 @@ SHORT_S = 0.0002  # two threads that take turns this fast lose a few per cent, f
 _ROUNDING_S = 5e-7  # Python cuts to whole microseconds: what was read and is set again would shrink each time
 
 
-class Turns:
+class SwitchInterval:
     """The switch interval of this process. One writer: the scheduler thread."""
 
     __slots__ = ("_usual_s",)
