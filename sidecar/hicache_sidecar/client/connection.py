@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from hicache_proto.errors import ErrorBody, Forbidden, HicacheError, from_body
-from hicache_proto.framing import HEADER, check_depth, encode_frame, frame_length
+from hicache_proto.framing import HEADER, encode_frame, frame_length
 from hicache_proto.version import PROTOCOL_VERSION, negotiate
 from hicache_sidecar.client.errors import ConnectionLost, Unreachable
 
@@ -238,8 +238,12 @@ def _read_frame(sock: socket.socket, buffer: bytearray, deadline: float | None) 
         body = True
     payload = bytes(buffer[HEADER.size : need])
     del buffer[:need]
-    check_depth(payload)
-    return _mapping(_decode(payload))
+    try:
+        # No walk before it, as the daemon does: that costs more than the answer itself, and the sender is the service
+        # that the user asked. The decoder bounds its own depth.
+        return _mapping(_decode(payload))
+    except RecursionError as error:
+        raise msgspec.ValidationError("the frame is nested too deep") from error
 
 
 def _mapping(value: Any) -> dict[str, Any]:
