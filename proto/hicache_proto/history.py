@@ -20,7 +20,7 @@ class RevisionDocument(msgspec.Struct, frozen=True):
     revision: int
     operation_id: str
     kind: str
-    result: str  # "committed", "rolled_back", "adopted"
+    result: str  # "committed", "rolled_back", "adopted", "checked" (a dry run that passed)
     actor: str
     reason: str
     at: str

@@ -114,6 +114,8 @@ async def test_dry_run_builds_everywhere_and_keeps_nothing(tmp_path):
         stub.ranks[1].set(counters={"running_batch": 1})
         answer = await side.attach(config='{"path": "/a", "token": "tttttt"}', dry_run=True)
         assert (answer.success, answer.changed, answer.dry_run) == (True, False, True)
+        row = (await side.ask(api.HistoryRequest())).revisions[-1]
+        assert (row.kind, row.result) == ("check", "checked")  # it did what it should: nothing failed
         assert [row["relation"] for row in answer.diff] == ["attach", "attach"]
         assert answer.diff[0]["from"]["write_policy"] == answer.diff[0]["to"]["write_policy"] == "write_through"
         assert "tttttt" not in str(answer)

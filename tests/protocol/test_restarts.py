@@ -164,7 +164,7 @@ async def test_first_contact_with_ranks_that_disagree(tmp_path):
 async def test_drift_is_shown_and_resolved(tmp_path):
     """Changed behind our back: shown, never repaired by itself; reapply brings back, adopt takes over."""
     async with rig(tmp_path, dp=2) as (side, stub):
-        await side.attach(config='{"path": "/a"}')
+        await side.attach(config='{"path": "/a", "password": "hunter22"}')
 
         def meddle():
             for rank in stub.ranks.values():
@@ -188,6 +188,27 @@ async def test_drift_is_shown_and_resolved(tmp_path):
         document = await side.status()
         assert document.drift == []
         assert document.desired.hicache_write_policy == "write_back"
+        assert "hunter22" in side.journal.desired[0].extra_config  # so a restarted rank can be brought there
+
+
+async def test_adopt_without_drift_changes_nothing(tmp_path):
+    """No revision is made, and the config keeps the secrets that a rank does not tell."""
+    async with rig(tmp_path, dp=2) as (side, _):
+        await side.attach(config='{"path": "/a", "password": "hunter22"}')
+        n, rows = side.journal.last_n, len(side.journal.history)
+        answer = await side.ask(api.ResolveRequest(how="adopt"))
+        assert (answer.success, answer.changed, answer.revision) == (True, False, side.journal.desired[1])
+        assert (side.journal.last_n, len(side.journal.history)) == (n, rows)
+        assert "hunter22" in side.journal.desired[0].extra_config
+
+
+async def test_an_engine_met_for_the_first_time_is_no_warning(tmp_path, caplog):
+    """A warning is something to look at; a rank that contradicts the journal still is one."""
+    caplog.set_level("INFO")
+    async with rig(tmp_path, dp=2):
+        pass
+    told = [record for record in caplog.records if "first contact" in record.getMessage()]
+    assert [record.levelname for record in told] == ["INFO"]
 
 
 async def test_restarted_rank_is_brought_to_the_desired_state(tmp_path):

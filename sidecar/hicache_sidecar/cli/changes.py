@@ -90,10 +90,10 @@ def print_answer(context: Context, answer: dict[str, Any]) -> int:
     facts = [f"revision {answer['revision']}", f"state {answer['state']}"] if "revision" in answer else []
     if answer.get("operation_id"):
         facts.append(f"operation {answer['operation_id']}")
-    if answer.get("changed") is False:
-        facts.append("nothing to change")
     if answer.get("dry_run"):
         facts.append("dry run: thrown away")
+    elif answer.get("changed") is False:
+        facts.append("nothing to change")
     if answer.get("changed_keys"):
         facts.append("changed " + ", ".join(answer["changed_keys"]))
     if answer.get("prepare_ms") or answer.get("commit_ms"):

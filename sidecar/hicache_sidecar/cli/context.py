@@ -13,7 +13,7 @@ import msgspec
 
 from hicache_proto.errors import HicacheError
 from hicache_sidecar.client.connection import REQUEST_TIMEOUT_S, Connection
-from hicache_sidecar.client.errors import ClientError
+from hicache_sidecar.client.errors import ClientError, ConnectionLost
 
 PROGRAM = "hicachectl"
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NOT_IDLE, EXIT_DEADLINE = 0, 1, 2, 3, 4
@@ -122,7 +122,7 @@ class Context:
         """Report one error the same way for every command; returns its exit code."""
         if self.json:
             self.document(error.document() if isinstance(error, ClientError) else {"error": error.body()})
-        lost = isinstance(error, ClientError) and error.code == "connection_lost"
+        lost = isinstance(error, ConnectionLost) and not error.only_read
         if not self.json or lost:
             if lost:
                 self.note(

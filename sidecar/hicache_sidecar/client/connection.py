@@ -30,6 +30,8 @@ CONNECT_TIMEOUT_S = 5.0  # connect and hello; a live sidecar answers within a mi
 REQUEST_TIMEOUT_S = 30.0
 GRACE_S = 10.0  # the sidecar answers deadline_exceeded itself; only then do we give up on it
 _RECEIVE_BYTES = 1 << 16
+# Requests that change nothing: if the connection is lost, no outcome is in doubt.
+ONLY_READ = frozenset({"status", "idle", "ranks", "backends", "operations", "history", "failover", "watch"})
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -51,6 +53,7 @@ class Connection:
         self._next_id = 1
         self._waiting: dict[int, deque[dict[str, Any]]] = {}
         self._operations: dict[int, str] = {}
+        self._only_read: set[int] = set()
         self.hello = hello
 
     @classmethod
@@ -119,12 +122,14 @@ class Connection:
         sock = self._open()
         number = self._next_id
         self._next_id += 1
+        if _tag(body) in ONLY_READ:
+            self._only_read.add(number)
         try:
             sock.settimeout(timeout_s)
             sock.sendall(frame)
         except OSError as error:
             self.close()
-            raise ConnectionLost(f"the sidecar closed the connection: {error.strerror or error}") from error
+            raise self._lost(number, f"the sidecar closed the connection: {error.strerror or error}") from error
         self._waiting[number] = deque()
         return number
 
@@ -178,6 +183,9 @@ class Connection:
             raise ConnectionLost("the connection is closed")
         return self._sock
 
+    def _lost(self, request: int, message: str) -> ConnectionLost:
+        return ConnectionLost(message, operation_id=self.operation_id(request), only_read=request in self._only_read)
+
     def _next(self, request: int, deadline: float | None, timeout_s: float | None) -> dict[str, Any]:
         """The next frame of ``request``."""
         mine = self._waiting.get(request)
@@ -191,14 +199,12 @@ class Connection:
         try:
             frame = _read_frame(self._open(), self._buffer, deadline)
         except TimeoutError as error:
-            raise ConnectionLost(
-                f"no answer within {timeout_s:g} s", operation_id=self.operation_id(request)
-            ) from error
+            raise self._lost(request, f"no answer within {timeout_s:g} s") from error
         except (OSError, EOFError, HicacheError, msgspec.MsgspecError) as error:
             self.close()
             gone = isinstance(error, EOFError | OSError)
             why = "closed the connection" if gone else f"sent what we cannot read: {error}"
-            raise ConnectionLost(f"the sidecar {why}", operation_id=self.operation_id(request)) from error
+            raise self._lost(request, f"the sidecar {why}") from error
         number = frame.get("id")
         if number == 0 and frame.get("type") == "error":  # a frame of ours was refused unread
             self.close()
@@ -244,6 +250,10 @@ def _read_frame(sock: socket.socket, buffer: bytearray, deadline: float | None) 
         return _mapping(_decode(payload))
     except RecursionError as error:
         raise msgspec.ValidationError("the frame is nested too deep") from error
+
+
+def _tag(body: Any) -> Any:
+    return body.get("type") if isinstance(body, dict) else type(body).__struct_config__.tag
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ class ClientError(Exception):
 
     code: ClassVar[str] = "unreachable"
     exit_code: ClassVar[int] = 5
-    hint: ClassVar[str] = ""
+    hint: str = ""
 
     def __init__(self, message: str, *, operation_id: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,13 @@ class ConnectionLost(ClientError):
 
     The outcome is unknown to this client. ``operation_id`` is the one seen in progress, or None when the
     connection ended before the sidecar named one. An operation goes on when its client leaves: ask for it by id.
+    ``only_read``: the request asked for nothing but to be told something, so nothing is in doubt.
     """
 
     code = "connection_lost"
-    hint = "the operation may have gone on: look at `hicachectl operations` and `hicachectl status`"
+
+    def __init__(self, message: str, *, operation_id: str | None = None, only_read: bool = False) -> None:
+        super().__init__(message, operation_id=operation_id)
+        self.only_read = only_read
+        if not only_read:
+            self.hint = "the operation may have gone on: look at `hicachectl operations` and `hicachectl status`"

@@ -1,10 +1,11 @@
 """What was done: operations and their cancel, history, roll-back to a revision, and resolving drift."""
 
+import msgspec
 import trio
 
 from hicache_proto import api
 from hicache_proto.errors import InvalidRequest, NotFound
-from hicache_proto.model import TargetState
+from hicache_proto.model import EffectiveState, TargetState
 from hicache_sidecar.core.actor import Actor
 from hicache_sidecar.core.redaction import redact_text
 from hicache_sidecar.core.service import Progress
@@ -13,6 +14,7 @@ from hicache_sidecar.engine.changes import Changes
 from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.goals import Goal, check_shape, seconds, whole
 from hicache_sidecar.engine.operation import Job, desired_document
+from hicache_sidecar.engine.transact import ctx_revision
 from hicache_sidecar.store.records import ADOPTED, COMMITTED, Revision
 
 CANCEL_WAIT_S = 30.0  # for the old state to be restored
@@ -141,8 +143,10 @@ class Past:
                 details={"reason": "split"},
                 hint="resolve reapply, or attach with swap, brings all ranks to one state",
             )
+        if self._desired_already(states[0]):
+            return self._nothing_to_adopt(job)
         job.n = ctx.book.next_n([ctx.registry.highest_n()])
-        state = status.as_target(states[0])
+        state = self._to_adopt(states[0])
         await trio.to_thread.run_sync(
             lambda: ctx.book.adopt(state, job.n, job.n, actor=job.actor, reason=job.reason or "resolve adopt")
         )
@@ -159,6 +163,38 @@ class Past:
             state=str(status.overall(ctx.registry, None)[0]),
             ranks=job.results(),
         )
+
+    def _desired_already(self, state: EffectiveState) -> bool:
+        """Whether what all ranks run is what is desired. Nothing is adopted then: a state learnt from a rank lacks its
+        secrets."""
+        ctx = self.ctx
+        if ctx.split or ctx.book.desired is None:
+            return False
+        known = state.backend is None or (ctx.digest != "" and ctx.digest == state.config_digest)
+        return known and not status.drift(ctx.registry, ctx.book.desired[0], ctx.digest)
+
+    def _nothing_to_adopt(self, job: Job) -> api.OperationAnswer:
+        for rank in self.ctx.registry.live:
+            job.result(rank, True, "already so")
+        return api.OperationAnswer(
+            success=True,
+            changed=False,
+            changed_keys=[],
+            message="no drift: what the ranks run is the desired state already",
+            operation_id=job.id,
+            revision=ctx_revision(self.ctx),
+            state=str(status.overall(self.ctx.registry, None)[0]),
+            ranks=job.results(),
+        )
+
+    def _to_adopt(self, state: EffectiveState) -> TargetState:
+        """What a rank runs; with the config as it was given, secrets and all, where that is the desired one."""
+        adopted, ctx = status.as_target(state), self.ctx
+        if ctx.book.desired is None or not ctx.digest or ctx.digest != state.config_digest:
+            return adopted
+        was = ctx.book.desired[0]
+        knobs = {name: state.knobs.get(name, value) for name, value in was.knobs.items()}
+        return msgspec.structs.replace(adopted, extra_config=was.extra_config, knobs=knobs)
 
     async def _move(
         self, request: api.ChangeOptions, target: TargetState, kind: str, actor: Actor, progress: Progress

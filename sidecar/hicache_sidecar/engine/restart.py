@@ -9,6 +9,7 @@ at once, and after failures with a growing, jittered pause. A config under which
 quarantined in the journal and not tried again by itself (F19).
 """
 
+import logging
 import math
 import random
 from functools import partial
@@ -170,14 +171,16 @@ class Restart:
         await self._write(partial(ctx.book.adopt, target, revision, max(n, revision), actor="sidecar", reason=why))
         ctx.digest, ctx.split = state.config_digest, ""
         self.recovery.adopted(revision)
-        self._tell("adopted", n, f"{why}: revision {revision}, backend {state.backend or 'none'}")
+        # An engine that is met for the first time is no news to act on; a journal that ranks contradict is.
+        level = logging.INFO if why == recovery.FIRST_CONTACT else logging.WARNING
+        self._tell("adopted", n, f"{why}: revision {revision}, backend {state.backend or 'none'}", level)
 
     async def _write(self, work: Any) -> None:
         """A journal write; JournalFailed goes up and ends the process."""
         await trio.to_thread.run_sync(work)
 
-    def _tell(self, what: str, n: int, why: str) -> None:
-        log.warning("recovery: %s%s: %s", what, f" operation {n}" if n else "", why)
+    def _tell(self, what: str, n: int, why: str, level: int = logging.WARNING) -> None:
+        log.log(level, "recovery: %s%s: %s", what, f" operation {n}" if n else "", why)
         self.ctx.hub.publish("recovery", did=what, n=n, why=why)
 
     # ---- convergence

@@ -158,7 +158,7 @@ class Transactor:
             for rank in drive.move.participants:
                 job.result(rank, True, f"can {'attach' if rank in attaches else goal.verb} {goal.target.backend}")
             answer = self._answer(job, goal, outcome, [], warnings, notes, diff)
-            await self._record_a(job, {"answer": msgspec.to_builtins(answer)}, "dry run")
+            await self._record_a(job, {"answer": msgspec.to_builtins(answer)}, "dry run", checked=True)
             return answer
         error = outcome.cause or Inconsistent("the operation ended without a cause")
         self.ctx.counters.rollbacks += 1
@@ -195,9 +195,10 @@ class Transactor:
                 found[rank] = f"not restored: {session.report.quarantine}"
         return found
 
-    async def _record_a(self, job: Job, answer: dict[str, Any], message: str) -> None:
+    async def _record_a(self, job: Job, answer: dict[str, Any], message: str, *, checked: bool = False) -> None:
         elapsed_ms = (trio.current_time() - job.started) * 1000
-        write = partial(self.ctx.book.outcome_a, job.n, answer, message=job.clean(message), duration_ms=elapsed_ms)
+        text = job.clean(message)
+        write = partial(self.ctx.book.outcome_a, job.n, answer, message=text, duration_ms=elapsed_ms, checked=checked)
         await trio.to_thread.run_sync(write)
 
     # ---- after B

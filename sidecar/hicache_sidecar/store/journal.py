@@ -222,8 +222,10 @@ class Journal:
         message: str = "",
         duration_ms: float = 0.0,
         at: str = "",
+        checked: bool = False,
     ) -> int:
         """Record that ``n`` ended on A. Need not be waited for (no record means A), but it frees the next BEGIN.
+        ``checked``: it was a dry run, and passed.
 
         Returns:
             The revision that still holds.
@@ -233,7 +235,14 @@ class Journal:
         with self._mutex:
             held = self._ledger.desired.revision if self._ledger.desired else 0
             record = Outcome(
-                n=n, b=False, revision=held, answer=answer, message=message, duration_ms=duration_ms, at=at or _now()
+                n=n,
+                b=False,
+                revision=held,
+                answer=answer,
+                message=message,
+                duration_ms=duration_ms,
+                at=at or _now(),
+                checked=checked,
             )
             self._append_outcome(record)
         return held

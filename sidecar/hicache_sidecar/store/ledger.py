@@ -10,6 +10,7 @@ import msgspec
 
 from hicache_sidecar.store.records import (
     ADOPTED,
+    CHECKED,
     COMMITTED,
     ROLLED_BACK,
     Adopt,
@@ -114,7 +115,7 @@ class Ledger:
             Revision(
                 n=begin.n,
                 revision=record.revision,
-                result=COMMITTED if record.b else ROLLED_BACK,
+                result=_result(record),
                 operation_id=begin.operation_id,
                 kind=begin.kind,
                 state=begin.b,
@@ -178,6 +179,13 @@ class Ledger:
         twin._restore(self.snapshot(""))
         twin.last_n, twin.pending = self.last_n, self.pending
         return twin
+
+
+def _result(record: Outcome) -> str:
+    """The history's word."""
+    if record.b:
+        return COMMITTED
+    return CHECKED if record.checked else ROLLED_BACK
 
 
 def same(one: Ledger, other: Ledger) -> bool:

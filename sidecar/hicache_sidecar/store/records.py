@@ -14,6 +14,7 @@ from hicache_proto.model import TargetState
 COMMITTED = "committed"
 ROLLED_BACK = "rolled_back"
 ADOPTED = "adopted"
+CHECKED = "checked"  # a dry run that passed: nothing was to be changed, and nothing was
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="begin"):
@@ -43,7 +44,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="be
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="outcome"):
     """How operation ``n`` ended. ``b`` True: B is the desired state from here on, at ``revision``.
 
-    ``answer`` is the fixed part of what the client is told; a repeat of its request key gets it again.
+    ``answer`` is the fixed part of what the client is told; a repeat of its request key gets it again. ``checked``:
+    a dry run that passed, which ends on A as it should.
     """
 
     n: int
@@ -53,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     message: str = ""
     duration_ms: float = 0.0
     at: str = ""
+    checked: bool = False
 
     def __repr__(self) -> str:
         return f"Outcome(n={self.n}, b={self.b}, revision={self.revision})"
@@ -100,7 +103,7 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
 
     n: int
     revision: int
-    result: str  # COMMITTED, ROLLED_BACK or ADOPTED
+    result: str  # COMMITTED, ROLLED_BACK, ADOPTED or CHECKED
     operation_id: str
     kind: str
     state: TargetState

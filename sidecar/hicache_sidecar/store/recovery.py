@@ -32,6 +32,8 @@ from hicache_proto import transaction
 from hicache_proto.model import RankReport
 from hicache_proto.transaction import DECIDE_MARGIN_S, RankPhase, Recovered, Said
 
+FIRST_CONTACT = "first contact"
+
 
 class RankView(msgspec.Struct, frozen=True):
     """One rank as its last report shows it.
@@ -267,7 +269,7 @@ class Recovery:
             return Split(f"ranks {[view.rank for view in best]} disagree at revision {top}")
         if self.revision is None and top == 0 and any(view.holds for view in views):
             return self._stray(expected)  # what is in doubt must end before anything is taken as agreed
-        why = "first contact" if top == 0 else f"rank {best[0].rank} proves revision {top}"
+        why = FIRST_CONTACT if top == 0 else f"rank {best[0].rank} proves revision {top}"
         # First contact is revision 1 (interface.md); a proven revision keeps its number.
         return Adopt(best[0].rank, max(top, 1), self.seen_n(), why)
 

@@ -322,6 +322,13 @@ def test_connection_lost_prints_the_operation_and_exits_5(ctl: Any) -> None:
     assert "op-44: outcome unknown" in ran.err
 
 
+@pytest.mark.parametrize("command", ["status", "watch", "history", "idle", "operations", "failover"])
+def test_a_lost_connection_leaves_no_outcome_in_doubt_where_nothing_was_asked_for(ctl: Any, command: str) -> None:
+    ran = ctl(command, answer=lambda peer, request: peer.drop())
+    assert (ran.code, ran.out) == (5, "")
+    assert ran.err == "hicachectl: the sidecar closed the connection [connection_lost]\n"
+
+
 def test_no_sidecar_exits_5(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
