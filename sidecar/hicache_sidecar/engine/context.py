@@ -19,6 +19,7 @@ from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
 from hicache_sidecar.engine.operation import KEEP_JOBS, STOPPING, Job
 from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.rows import Rows
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.sums import Sums
 from hicache_sidecar.store.errors import JournalFailed
@@ -49,6 +50,7 @@ class Context:
     failover: str = ""  # a store that is left alone by a failover policy, for the status
     jobs: OrderedDict[str, Job] = field(default_factory=OrderedDict)
     sums: Sums = field(default_factory=Sums)
+    rows: Rows = field(default_factory=Rows)
     # Ranks that were lost while a config was being attached: its digest, and the process that ran then (F19).
     guilty: dict[str, str] = field(default_factory=dict)  # found to kill the engine, and not in the journal yet
     suspects: dict[int, tuple[str, tuple[int, int, str]]] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class Context:
         if self.registry.live:
             warnings += [f"rank {rank} is not connected{self._why_lost(rank)}" for rank in self.registry.missing_ranks]
         return status.status_document(
-            self.registry, self.sums, self.book.desired, self.digest, self.running, warnings, quarantined
+            self.registry, self.sums, self.rows, self.book.desired, self.digest, self.running, warnings, quarantined
         )
 
     def _why_lost(self, rank: int) -> str:

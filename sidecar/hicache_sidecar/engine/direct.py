@@ -22,7 +22,7 @@ from hicache_sidecar.engine.context import Context
 from hicache_sidecar.engine.fanout import RankAnswer
 from hicache_sidecar.engine.goals import seconds
 from hicache_sidecar.engine.operation import Job
-from hicache_sidecar.engine.status import DRAIN_HOLD
+from hicache_sidecar.engine.rows import DRAIN_HOLD
 from hicache_sidecar.engine.waiting import Stalls
 
 

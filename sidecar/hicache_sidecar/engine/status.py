@@ -15,16 +15,14 @@ from hicache_proto.model import (
     StoreUsage,
     TargetState,
 )
-from hicache_proto.transaction import RankPhase
 from hicache_sidecar.core.redaction import REDACTED, redact_config, redact_text
 from hicache_sidecar.engine import idle
 from hicache_sidecar.engine.operation import Job, desired_document
 from hicache_sidecar.engine.registry import Registry, Session
+from hicache_sidecar.engine.rows import DRAIN_HOLD, Rows
 from hicache_sidecar.engine.sums import Sums
 
-DRAIN_HOLD = "drain"  # the name of the manual hold
 NEWS_S = 600.0  # how long a store that was found emptied is a warning; the rank's guard shows it for good
-_PHASES = (RankPhase.PREPARING, RankPhase.PREPARED, RankPhase.DRAINING, RankPhase.FROZEN, RankPhase.SWITCHED)
 
 
 def same_state(one: EffectiveState, other: EffectiveState) -> bool:
@@ -70,22 +68,6 @@ def overall(registry: Registry, running: Job | None) -> tuple[State, str]:
     if any(r.state.bypass for r in reports):
         return State.BYPASSED, ""
     return State.ATTACHED, ""
-
-
-def rank_state(session: Session) -> State:
-    """State of one rank, from its own report."""
-    report = session.report
-    if not session.alive:
-        return State.ENGINE_DOWN
-    if report.quarantine:
-        return State.QUARANTINED
-    if report.op_phase == RankPhase.DRAINING or DRAIN_HOLD in report.holds:
-        return State.DRAINING
-    if report.op_phase in _PHASES:
-        return State.ATTACHING if report.state.backend is None else State.DETACHING
-    if report.state.backend is None:
-        return State.DETACHED
-    return State.BYPASSED if report.state.bypass else State.ATTACHED
 
 
 def drift(registry: Registry, desired: TargetState | None, digest: str) -> list[api.Drift]:
@@ -151,38 +133,10 @@ def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) 
     return said
 
 
-def rank_status(registry: Registry, session: Session) -> api.RankStatus:
-    """One row of status."""
-    who, state = session.hello.identity, session.report.state
-    return api.RankStatus(
-        rank=session.rank,
-        dp_rank=who.dp_rank,
-        tp_rank=who.tp_rank,
-        pp_rank=who.pp_rank,
-        pid=session.hello.pid,
-        epoch=session.hello.epoch,
-        state=rank_state(session),
-        hicache_storage_backend=state.backend,
-        hicache_storage_backend_extra_config=redact_config(state.extra_config),
-        hicache_storage_prefetch_policy=state.prefetch_policy,
-        hicache_write_policy=state.write_policy,
-        revision=state.revision,
-        bypass=state.bypass,
-        report_age_ms=registry.age_ms(session),
-        connected=session.alive,
-        threads=session.report.threads,
-        namespace=state.namespace,
-        prefetch_knobs=state.knobs,
-        quarantine=redact_text(session.report.quarantine),
-        guard=session.report.guard,
-        inner=redact_text(state.inner),
-        store={key: redact_text(fact) if isinstance(fact, str) else fact for key, fact in state.store.items()},
-    )
-
-
 def status_document(
     registry: Registry,
     sums: Sums,
+    rows: Rows,
     desired: tuple[TargetState, int] | None,
     digest: str,
     running: Job | None,
@@ -201,11 +155,14 @@ def status_document(
         for s in live.values()
         if s.report.layers
     ]
+    by_rank = rows.of(registry)
     used, by_store = sums.of([s.report for s in live.values()])
     differing = drift(registry, desired[0] if desired else None, digest)
     return api.StatusDocument(
         hicache_storage_backend=first.backend,
-        hicache_storage_backend_extra_config=redact_config(first.extra_config),
+        hicache_storage_backend_extra_config=next(
+            (row.hicache_storage_backend_extra_config for row in by_rank if row.connected), None
+        ),
         hicache_storage_prefetch_policy=first.prefetch_policy,
         hicache_write_policy=first.write_policy,
         revision=desired[1] if desired else 0,
@@ -213,7 +170,7 @@ def status_document(
         desired=desired_document(*desired) if desired else None,
         drift=[] if running is not None else differing,
         usage=used,
-        ranks=[rank_status(registry, s) for _, s in sorted(registry.ranks.items())],
+        ranks=by_rank,
         missing_ranks=registry.missing_ranks,
         operation=None if running is None else {"id": running.id, "kind": running.kind, "phase": running.phase},
         engine_id=registry.engine_id,

@@ -169,8 +169,14 @@ def test_too_large_a_request_is_not_sent_and_the_connection_lives(tmp_path: Path
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff\xff\xff\xff", HEADER.pack(3) + b"\xc1\xc1\xc1", HEADER.pack(1) + b"\x05", b"\x00\x00\x00\x00"],
-    ids=["huge", "not msgpack", "no map", "empty"],
+    [
+        b"\xff\xff\xff\xff",
+        HEADER.pack(3) + b"\xc1\xc1\xc1",
+        HEADER.pack(1) + b"\x05",
+        b"\x00\x00\x00\x00",
+        HEADER.pack(100_000) + b"\x91" * 99_999 + b"\xc0",
+    ],
+    ids=["huge", "not msgpack", "no map", "empty", "nested"],
 )
 def test_a_server_that_sends_garbage_is_lost_not_believed(tmp_path: Path, garbage: bytes) -> None:
     def script(peer: Peer, request: control.Request) -> None:
