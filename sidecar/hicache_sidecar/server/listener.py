@@ -13,13 +13,14 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
+from hypercorn.events import Event, RawData, Updated
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from hicache_sidecar.obs.counters import Counters
 from hicache_sidecar.server.accepting import accept_until
+from hicache_sidecar.server.bare import status_of_bare, with_body
 from hicache_sidecar.server.replies import refusal
 
 log = logging.getLogger("hicache.server")
@@ -92,13 +93,14 @@ class GuardedStream(trio.abc.HalfCloseableStream):
 
 
 class _Connection(TCPServer):
-    """Hypercorn's connection, ended when the client has left and its requests are answered.
+    """Hypercorn's connection, ended when the client has left and its requests are answered; its own errors as JSON.
 
     By itself (0.18) it waits for the rest of KEEP_ALIVE_S: eight clients a second that leave would fill
     MAX_CONNECTIONS.
     """
 
     _left = False
+    counters: Counters
 
     async def _read_data(self) -> None:
         await super()._read_data()  # until the client is gone
@@ -108,6 +110,9 @@ class _Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         if self._left and isinstance(event, Updated):
             return  # an answer after that: there will be no next request to wait for
+        if isinstance(event, RawData) and (status := status_of_bare(event.data)) is not None:
+            self.counters.add("hicache_http_responses", "none", str(status))
+            event = RawData(with_body(event.data))
         await super().protocol_send(event)
 
 
@@ -150,6 +155,7 @@ class HttpServer:
             with trio.CancelScope() as scope:
                 stream = GuardedStream(raw, scope.cancel)
                 server = _Connection(self._app, self._config, self._context, ConnectionState({}), stream)  # type: ignore[arg-type]
+                server.counters = self._counters
                 try:
                     await server.run()
                 finally:

@@ -5,6 +5,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 from tests.unit.server.fakes import FakeService
@@ -67,6 +68,41 @@ async def test_status_over_tcp() -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"hypercorn" not in answer.lower()
         assert b'"state":"engine_down"' in answer
+
+
+HOST = "Host: 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "code"),
+    [
+        ("garbage\r\n\r\n", 400, "invalid_request"),
+        ("GET / HTTP/1.1\r\n\r\n", 400, "invalid_request"),  # no Host
+        (f"GET /healthz HTTP/1.1\r\n{HOST}\r\nX: {'a' * 70_000}\r\n\r\n", 431, "too_large"),
+        (f"PUT {BACKEND} HTTP/1.1\r\n{HOST}\r\nContent-Length: -5\r\n\r\n", 400, "invalid_request"),
+        (f"PUT {BACKEND} HTTP/1.1\r\n{HOST}\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", 400, "invalid_request"),
+        (f"PUT {BACKEND} HTTP/1.1\r\n{HOST}\r\nTransfer-Encoding: gzip\r\n\r\nZZ", 501, "invalid_request"),
+        (
+            f"GET /events HTTP/1.1\r\n{HOST}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+            403,
+            "forbidden",
+        ),
+    ],
+    ids=["garbage", "no-host", "head", "length", "chunk", "encoding", "websocket"],
+)
+async def test_what_is_no_request_gets_an_error_of_the_usual_shape(raw: str, status: int, code: str) -> None:
+    """interface.md: JSON out, errors too; also where the HTTP layer alone answers."""
+    async with serving() as site:
+        stream = await site.connect()
+        await stream.send_all(raw.encode())
+        head, _, body = (await everything(stream)).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert b"content-type: application/json" in head
+        assert f"content-length: {len(body)}".encode() in head
+        error = msgspec.json.decode(body, type=api.ErrorDocument).error
+        assert (error.code, error.retryable, error.details["reason"]) == (code, False, "http")
+        assert site.counters.get("hicache_http_responses", "none", str(status)) == 1
 
 
 async def test_keep_alive_serves_several_requests() -> None:
