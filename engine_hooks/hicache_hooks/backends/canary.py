@@ -48,9 +48,13 @@ class Scratch:
 
 
 def run_canary(
-    backend: Backend, sealer: Sealer, scratch: Scratch, cancelled: Callable[[], bool] = lambda: False
+    backend: Backend,
+    sealer: Sealer,
+    scratch: Scratch,
+    cancelled: Callable[[], bool] = lambda: False,
+    health: Callable[[], dict[str, Any]] | None = None,
 ) -> None:
-    """Prove the opened ``backend``; leaves nothing in it.
+    """Prove the opened ``backend``; leaves nothing in it. ``health`` asks it about itself, within a time.
 
     Raises:
         PrepareFailed: ``details.reason`` is ``backend_contract``, ``canary_write_failed``, ``canary_exists_mismatch``,
@@ -62,7 +66,7 @@ def run_canary(
     # Shaped like a page key (cache/hashing.py), so that every store's naming rules are met too.
     keys = [f"{sealer.namespace}.{secrets.token_hex(32)}" for _ in range(3)]
     try:
-        _Run(backend, sealer, scratch, keys, cancelled).steps()
+        _Run(backend, sealer, scratch, keys, cancelled, health or backend.health).steps()
     finally:
         with suppress(BaseException):  # a store whose delete fails was found out above, or leaves two odd pages
             backend.delete(keys)
@@ -70,13 +74,20 @@ def run_canary(
 
 class _Run:
     def __init__(
-        self, backend: Backend, sealer: Sealer, scratch: Scratch, keys: list[str], cancelled: Callable[[], bool]
+        self,
+        backend: Backend,
+        sealer: Sealer,
+        scratch: Scratch,
+        keys: list[str],
+        cancelled: Callable[[], bool],
+        health: Callable[[], dict[str, Any]],
     ) -> None:
         self.backend = backend
         self.sealer = sealer
         self.written, self.read = scratch.pages[:2], scratch.pages[2:]
         self.first, self.absent, self.second = keys
         self.cancelled = cancelled
+        self.health = health
 
     def steps(self) -> None:
         self._exists([False, False, False])
@@ -92,7 +103,7 @@ class _Run:
             self.sealer.seal(page, key)
         done = self._call("canary_write_failed", lambda: self.backend.batch_put(stored, self.written), 2)
         if not all(done):
-            _fail("canary_write_failed", "the store did not take the canary pages", health=_health(self.backend))
+            _fail("canary_write_failed", "the store did not take the canary pages", health=_plain(self.health))
 
     def _exists(self, expected: list[bool]) -> None:
         keys = [self.first, self.absent, self.second]
@@ -139,10 +150,10 @@ class _Run:
         return out
 
 
-def _health(backend: Backend) -> dict[str, Any]:
+def _plain(health: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What the store says about itself, for the refusal (a full disk, say)."""
     with suppress(Exception):
-        return {key: value for key, value in backend.health().items() if isinstance(value, bool | int | str | None)}
+        return {key: value for key, value in health().items() if isinstance(value, bool | int | str | None)}
     return {}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hicache_hooks.backends import registry
+from hicache_hooks.backends.asking import Asking
 from hicache_hooks.backends.base import Backend, Manifest, StoreContext
 from hicache_hooks.backends.canary import Scratch, Sealer, run_canary
 from hicache_hooks.backends.options import StoreFacts
@@ -115,6 +116,7 @@ class StorageAttachment:
         self._pools = list(pools)
         self._env = os.environ if env is None else env
         self._validated: _Validated | None = None
+        self._late: Asking | None = None  # of a store that was given up with a question inside
 
     def validate(self, target: TargetState, current: Running, *, mode: str = "strict", swap: bool = False) -> Plan:
         """What moving from ``current`` to ``target`` would mean. Touches nothing.
@@ -230,22 +232,26 @@ class StorageAttachment:
         spec = registry.usable(config.backend)
         manifest = spec.manifest(config.options, self._env)
         scratch = _step("memory for the canary", lambda: Scratch(facts.page_bytes))
+        if self._late is not None and self._late.inside:
+            # One thread and one store at most: with a store that never answers, each further try would cost both.
+            raise PrepareFailed("a store of an earlier attempt has not answered yet", details={"reason": "store_late"})
         backend: Backend = _step("constructor", lambda: spec.create(config.options, context, self._env))
         closing = undo.enter_context(ExitStack())
-        closing.callback(_close_backend, backend, undo_failed)
+        settings = running.knobs.guard
+        asking = self._late = Asking(backend, settings.deadline_s)
+        closing.callback(_close_backend, asking, undo_failed)
         _go_on(cancelled)
         _step("open", backend.open)
         _go_on(cancelled)
         if manifest.needs_registration:
             for pool in (*self._pools, scratch.memory):
                 _step("registration of host memory", lambda pool=pool: backend.register(pool))  # type: ignore[misc]
-        run_canary(backend, self._sealer, scratch, cancelled)
-        said = _facts(backend)
+        run_canary(backend, self._sealer, scratch, cancelled, lambda: asking.ask("health", backend.health))
+        said = _facts(asking.ask("health", lambda: _said(backend)))
         inner = str(said.pop("inner", "")) or spec.inner(config.options)
         if inner == registry.UNKNOWN_INNER:
             log.warning("attach: backend %s does not say what stores its pages (health: inner)", config.backend)
         probe = StoreProbe(backend, self._sealer, scratch)
-        settings = running.knobs.guard
         name, instance = config.backend, config.instance
         guard = _step(
             "guard",
@@ -254,7 +260,9 @@ class StorageAttachment:
             ),
         )
         guard.facts = said
-        guard.learn_epoch()
+        if callable(getattr(backend, "epoch", None)):
+            asking.ask("epoch", guard.learn_epoch)
+        self._late = None
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
         undo.callback(_drop_set, made, undo_failed)
@@ -309,13 +317,16 @@ def effective_state(running: Running, guard: Guard | None, *, bypass: bool, revi
     )
 
 
-def _facts(backend: Backend) -> dict[str, bool | int | str]:
-    """What the backend says of itself that stays true, its connector too (F75). Read once: status waits for nobody."""
+def _said(backend: Backend) -> dict[str, Any]:
     try:
         said = backend.health()
-        found = {key: said.get(key) for key in _LASTING}
+        return {key: said.get(key) for key in _LASTING}
     except BaseException:  # the canary passed: a health call that fails refuses nothing
         return {}
+
+
+def _facts(found: dict[str, Any]) -> dict[str, bool | int | str]:
+    """What the backend says of itself that stays true, its connector too (F75). Read once: status waits for nobody."""
     return {
         key: value if isinstance(value, bool | int) else str(value)[: 64 if key == "inner" else MAX_FACT]
         for key, value in found.items()
@@ -347,9 +358,9 @@ def _refuse(reason: str) -> NoReturn:
     raise PrepareFailed("the operation was cancelled while the backend was built", details={"reason": reason})
 
 
-def _close_backend(backend: Backend, undo_failed: list[str]) -> None:
+def _close_backend(asking: Asking, undo_failed: list[str]) -> None:
     try:
-        backend.close()
+        asking.close()
     except BaseException as exc:  # the other undo steps must run (F28)
         undo_failed.append(f"close: {describe_exception(exc)}")
 

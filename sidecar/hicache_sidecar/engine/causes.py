@@ -86,9 +86,14 @@ def _late(
             details=details | {"blocked_by": rows(blockers), "reason": "still_draining", "progress": progress},
         )
     joined = "; ".join(f"rank {rank}: no reply" for rank in silent)
+    if phase is CoordPhase.PREPARE:
+        details |= {"reason": "prepare_late"}
     return DeadlineExceeded(
         f"{verb}: time ran out in {phase.value}" + (f"; {joined}" if joined else ""),
         details=details | {"silent_ranks": silent},
+        hint="the store's set-up has not come back on these ranks; no other can begin there before it does"
+        if phase is CoordPhase.PREPARE
+        else None,
     )
 
 

@@ -16,7 +16,7 @@ FORMAT = PageFormat(8000, "ns")
 FACTS = PoolFacts(
     layout="page_first", page_size=16, page_bytes=FORMAT.page_bytes, l2_tokens=1024, namespace="ns", hot=True
 )
-CLASSES = ("BK", "RegisteringBK", "PageFirstBK", "NoManifestBK", "NoBatchGetBK", "OtherConstructorBK")
+CLASSES = ("BK", "EpochBK", "RegisteringBK", "PageFirstBK", "NoManifestBK", "NoBatchGetBK", "OtherConstructorBK")
 ENV = {"HICACHE_DYNAMIC_BACKENDS": ",".join(f"tests.rigs.backends:{name}" for name in CLASSES)}
 NOTHING = Running(None, Knobs())
 

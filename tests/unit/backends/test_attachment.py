@@ -2,6 +2,8 @@
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,13 @@ from hicache_hooks.cache.storage_set import StorageSet
 from hicache_hooks.guard import Guard
 from hicache_proto.errors import HicacheError, PrepareFailed
 from hicache_proto.model import LAYOUTS, TargetState
+
+
+def until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
 
 
 def test_a_built_set_is_parked_open_and_clean(rig: Rig) -> None:
@@ -237,6 +246,36 @@ def test_the_real_set_runs_and_stops(rig: Rig, tmp_path: Path) -> None:
         assert made.guard.closed
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.parametrize("what", ["health", "epoch"])
+def test_a_store_that_does_not_say_how_it_is_ends_prepare_by_name(rig: Rig, what: str) -> None:
+    """F23, F117: refused at the guard's deadline, not the operation's; closed when the call is back, not under it; and
+    at most one such store at a time."""
+    rig.faults[what] = Fault(hang=True)
+    attachment, threads = box(), threading.active_count()
+    began = time.monotonic()
+    for reason in (f"{what}_late", "store_late"):
+        with pytest.raises(PrepareFailed) as caught:
+            built(attachment, dynamic("EpochBK", config={"guard_deadline_s": 0.2}))
+        assert caught.value.details["reason"] == reason
+    assert time.monotonic() - began < 5.0
+    assert (rig.open_now, threading.active_count()) == (1, threads + 1)
+    rig.release.set()
+    until(lambda: rig.open_now == 0 and threading.active_count() == threads)
+    made = built(attachment, dynamic("EpochBK"))
+    assert made.close(1.0) == []
+    assert rig.calls["close"] == 2
+
+
+def test_a_canary_that_fails_does_not_wait_for_the_health_of_the_store(rig: Rig) -> None:
+    rig.faults |= {"batch_put": Fault(answer="none"), "health": Fault(hang=True)}
+    with pytest.raises(PrepareFailed) as caught:
+        built(box(), dynamic(config={"guard_deadline_s": 0.2}))
+    assert caught.value.details["reason"] == "canary_write_failed"
+    assert rig.open_now == 1
+    rig.release.set()
+    until(lambda: rig.open_now == 0)
 
 
 @pytest.mark.parametrize(("facts", "inner", "warned"), [({"inner": "X"}, "X", 0), ({}, "unknown", 1)])
