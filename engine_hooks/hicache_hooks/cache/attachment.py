@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VALIDATED_S = 30.0  # PREPARE comes milliseconds after VALIDATE; an ``@/path`` file may be another one later
+MAX_LATE = 4  # stores that never answer PREPARE's questions: each costs a thread and stays open (F46)
 STOP_S = 5.0  # for the threads of a set that never ran
 
 # Of ``Backend.health``, for status: what does not change while the store is attached.
@@ -116,7 +117,7 @@ class StorageAttachment:
         self._pools = list(pools)
         self._env = os.environ if env is None else env
         self._validated: _Validated | None = None
-        self._late: Asking | None = None  # of a store that was given up with a question inside
+        self._late: list[Asking] = []  # of stores that were given up with a question inside
 
     def validate(self, target: TargetState, current: Running, *, mode: str = "strict", swap: bool = False) -> Plan:
         """What moving from ``current`` to ``target`` would mean. Touches nothing.
@@ -232,13 +233,16 @@ class StorageAttachment:
         spec = registry.usable(config.backend)
         manifest = spec.manifest(config.options, self._env)
         scratch = _step("memory for the canary", lambda: Scratch(facts.page_bytes))
-        if self._late is not None and self._late.inside:
-            # One thread and one store at most: with a store that never answers, each further try would cost both.
-            raise PrepareFailed("a store of an earlier attempt has not answered yet", details={"reason": "store_late"})
+        self._late = [asking for asking in self._late if asking.inside]
+        if len(self._late) >= MAX_LATE:
+            raise PrepareFailed(
+                f"{len(self._late)} stores of earlier attempts have not answered yet", details={"reason": "store_late"}
+            )
         backend: Backend = _step("constructor", lambda: spec.create(config.options, context, self._env))
         closing = undo.enter_context(ExitStack())
         settings = running.knobs.guard
-        asking = self._late = Asking(backend, settings.deadline_s)
+        asking = Asking(backend, settings.deadline_s)
+        self._late.append(asking)
         closing.callback(_close_backend, asking, undo_failed)
         _go_on(cancelled)
         _step("open", backend.open)
@@ -262,7 +266,6 @@ class StorageAttachment:
         guard.facts = said
         if callable(getattr(backend, "epoch", None)):
             asking.ask("epoch", guard.learn_epoch)
-        self._late = None
         made = _step("storage set", lambda: self._make_set(guard, running.knobs, config.backend))
         closing.pop_all()  # from here on the set owns guard and backend
         undo.callback(_drop_set, made, undo_failed)
