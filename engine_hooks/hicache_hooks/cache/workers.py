@@ -12,6 +12,8 @@ Rules
 6. A thread whose item is given up (``give_up``) keeps that item and its memory until it is back, and another thread
    takes its place; so one hung call does not stop the queue. There are at most ``LATE_PER_THREAD`` such threads per
    place (F46). Above that the place stays empty; with no place left, queued work ends as cancelled.
+7. ``start`` starts the first thread, and that one starts the others when its first item comes: eight threads, one
+   after the other, were a third of an attach. The submitting thread (the scheduler) never starts a healthy one.
 """
 
 import itertools
@@ -139,20 +141,29 @@ class Workers(Generic[T]):
         self._slots = [_Slot(f"{name}-{i}") for i in range(count)]
         self._late: dict[threading.Thread, Run] = {}
         self._serial = itertools.count(1)
-        self._started = self._stopping = False
+        self._started = self._grown = self._stopping = False
         self._moved = time.monotonic()  # last completion, or when work came to an idle queue
         self._done = threading.Condition()
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start all threads.
+        """Start the first thread (rule 7).
 
         Raises:
             RuntimeError: the system gives no more threads.
         """
-        for slot in self._slots:
+        for slot in self._slots[:1]:
             self._spawn(slot)
         self._started = True
+
+    def _grow(self) -> None:
+        """Start the others. *worker* thread."""
+        with self._lock:
+            if not self._grown and not self._stopping:
+                self._grown = True
+                for slot in self._slots:
+                    if slot.thread is None:
+                        self._replace(slot)
 
     def _spawn(self, slot: _Slot) -> None:
         # Daemon threads: a thread stuck in a native call must not keep the process from ending.
@@ -161,7 +172,7 @@ class Workers(Generic[T]):
 
     def submit(self, items: Iterable[T]) -> bool:
         """Queue items; False when stopped, or when no thread is left to run them."""
-        if self._started and any(slot.thread is None for slot in self._slots):
+        if self._grown and any(slot.thread is None for slot in self._slots):
             self._heal()
         if not self.usable:
             return False
@@ -230,6 +241,8 @@ class Workers(Generic[T]):
             run.item = item
             _here.run = run
             try:
+                if not self._grown:
+                    self._grow()
                 item.run()
             except Exception as error:
                 item.failed(error)
@@ -329,9 +342,10 @@ class Workers(Generic[T]):
         return sum(thread.is_alive() for thread in self._threads())
 
     def reports(self) -> list[ThreadReport]:
-        """Liveness, restarts and stall of each thread; an idle thread is never stalled."""
+        """Liveness, restarts and stall; an idle thread is never stalled, and one not needed yet is not there."""
         now = time.monotonic()
         with self._lock:
+            slots = self._slots if self._grown else self._slots[:1]
             late = [(thread.name, run.since) for thread, run in self._late.items()]
         return [
             *(
@@ -341,7 +355,7 @@ class Workers(Generic[T]):
                     restarts=slot.restarts,
                     stalled_s=self._stalled_s(slot),
                 )
-                for slot in self._slots
+                for slot in slots
             ),
             *(ThreadReport(name=name, stalled_s=now - since) for name, since in late),
         ]

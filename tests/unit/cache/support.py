@@ -149,6 +149,10 @@ class Rig:
         self.until(lambda: not any(self.ctl.counters()[name] for name in names))
         self.check()
 
+    def flush(self) -> None:
+        """Once nothing is alive: a worker leaves its call a moment after its result."""
+        self.until(self.ctl.flush)
+
     def check(self) -> None:
         self.ctl.check()
         assert self.ctl.stats().get("internal_errors", 0) == 0

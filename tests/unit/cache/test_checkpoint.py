@@ -157,7 +157,8 @@ def test_a_store_that_is_not_installed_gets_everything_and_then_has_it(rig: Rig,
     rig.serve(texts[3])
     rig.serve(texts[7])
     assert b.put_calls == puts
-    assert rig.ctl.flush()
+    rig.settle()
+    rig.flush()
     assert rig.serve(texts[4]) == (0, 0, 2 * PAGE)
 
 
@@ -188,7 +189,7 @@ def test_nodes_that_live_on_the_device_alone_go_through_l2(store: Ordered, polic
     assert parents_first(rig, b)
     assert len(store.data) == known  # what went to L2 for B's sake did not go on to A
     rig.ctl.install(target)
-    assert rig.ctl.flush()
+    rig.flush()
     assert rig.serve(texts[9]) == (0, 0, 2 * PAGE)
     rig.close()
 
@@ -212,7 +213,7 @@ def test_room_in_l2_is_made_only_of_what_the_target_has(store: Ordered) -> None:
     nodes |= {key for node in rig.ctl.tree.nodes() for key in keys(rig, node)}
     assert nodes <= b.data.keys()
     rig.ctl.install(target)
-    assert rig.ctl.flush()
+    rig.flush()
     assert rig.serve(tokens[0]) == (0, 0, 2 * PAGE)
     rig.close()
 
@@ -320,7 +321,7 @@ def test_a_flush_meanwhile_leaves_nothing_to_store(rig: Rig, store: Ordered) -> 
     target = rig.make_set(b := Ordered())
     assert not rig.ctl.checkpoint_slice(target, 0.0)
     rig.settle()
-    assert rig.ctl.flush()
+    rig.flush()
     checkpoint(rig, target)
     assert set(b.order) <= store.data.keys()
     assert len(b.order) <= 2

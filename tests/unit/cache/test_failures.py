@@ -83,7 +83,7 @@ def test_one_attempt_per_request_and_block() -> None:
         rig.serve(prompt(10), rid)
         asked = store.gets[before:]
         assert len(asked) == len(set(asked)) or i == 0
-        rig.ctl.flush()
+        rig.flush()
     assert max(store.gets.count(key) for key in keys) <= 100
     rig.close()
 
@@ -258,7 +258,7 @@ def test_detach_releases_what_running_operations_hold_once() -> None:
     assert not any(rig.ctl.counters().values())
     assert rig.ctl.tree.locks() == 0
     assert rig.ctl.host_ledger.reserved == 0
-    assert rig.ctl.flush()
+    rig.flush()
     rig.close()
 
 

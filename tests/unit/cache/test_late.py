@@ -84,7 +84,7 @@ def test_a_request_goes_on_after_the_deadline(where: str, layout: str) -> None:
     rig, guard = rig_of(store, layout=layout)
     rig.serve(prompt(8))
     assert len(store.data) == 8
-    assert rig.ctl.flush()
+    rig.flush()
     store.hold.add(where)
     began = time.monotonic()
     assert rig.serve(prompt(8)) == (0, 0, 0)
@@ -105,7 +105,7 @@ def test_pages_of_a_late_read_are_nobody_elses_until_it_is_back() -> None:
     store = Late()
     rig, _ = rig_of(store, device_pages=64, host_pages=40)
     rig.serve(prompt(8))
-    assert rig.ctl.flush()
+    rig.flush()
     store.hold.add("get")
     rig.serve(prompt(8))
     assert rig.ctl.host_ledger.reserved == 8
@@ -143,14 +143,14 @@ def test_a_late_write_stores_the_bytes_of_its_own_pages(flushed: bool) -> None:
         rig.serve(prompt(8, start=i))
     assert rig.ctl.host_ledger.reserved == 0  # its pages are the tree's, locked
     if flushed:  # the tree is emptied: now they are the operation's
-        assert rig.ctl.flush()
+        rig.flush()
         assert (rig.ctl.host_ledger.reserved, rig.ctl.tree.locks()) == (4, 0)
         for i in range(2, 30):
             rig.serve(prompt(8, start=i))
     store.go.set()
     rig.until(lambda: not rig.ctl._writer.backups)
     rig.check()
-    assert rig.ctl.flush()
+    rig.flush()
     assert (rig.ctl.host_ledger.free, rig.ctl.tree.locks()) == (40, 0)
     assert len(store.data) == 4
     fresh = Rig(store=store)
@@ -164,7 +164,7 @@ def test_what_was_given_up_does_not_keep_the_engine_busy() -> None:
     store = Late()
     rig, guard = rig_of(store)
     rig.serve(prompt(8))
-    assert rig.ctl.flush()
+    rig.flush()
     store.hold.add("get")
     rig.serve(prompt(8))
     until(lambda: not any(rig.ctl.counters().values()))  # a worker leaves its call a moment after its result

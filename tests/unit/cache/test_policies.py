@@ -69,7 +69,7 @@ def test_what_was_cached_before_the_attach_is_stored_at_its_next_use() -> None:
     rig.ctl.install(attached)
     rig.serve(tokens)
     assert len(store.data) == 6
-    rig.ctl.flush()
+    rig.flush()
     assert rig.serve(tokens) == (0, 0, 6 * PAGE)
     rig.close()
 
@@ -249,10 +249,11 @@ class PrefixStore(MemoryStore):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefix_keys_are_handed_over_when_asked_for(enabled: bool) -> None:
     store = PrefixStore()
-    rig = Rig(store=store, hicache_storage_pass_prefix_keys=enabled)
+    one = SetLimits(threads_per_direction=1, batch_pages=2)  # pages are stored in order
+    rig = Rig(store=store, limits=one, hicache_storage_pass_prefix_keys=enabled)
     rig.serve(prompt(4))
     rig.serve(prompt(4)[:-1] + prompt(4, start=2))
-    rig.ctl.flush()
+    rig.flush()
     rig.serve(prompt(4)[:-1] + prompt(4, start=2))
     chain = list(store.data)
     for kind, keys, before in store.seen:

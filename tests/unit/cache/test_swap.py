@@ -54,7 +54,7 @@ def test_in_a_hot_swap_the_old_set_finishes_what_it_accepted() -> None:
     first, second = MemoryStore(), MemoryStore()
     rig = Rig(store=first)
     rig.serve(prompt(6))
-    rig.ctl.flush()
+    rig.flush()
     hold, inside = threading.Event(), threading.Event()
 
     def on_exists(keys: object) -> None:
@@ -116,7 +116,7 @@ def test_a_transfer_shows_until_it_was_pumped() -> None:
     assert not rig.ctl.flush()
     assert rig.ctl.pump() == 1
     assert not any(rig.ctl.counters().values())
-    assert rig.ctl.flush()
+    rig.flush()
     rig.close()
 
 
@@ -125,7 +125,7 @@ def test_flush_refuses_while_a_request_lives() -> None:
     rid = rig.start(prompt(2))
     assert not rig.ctl.flush()
     rig.ctl.abort(rid)
-    assert rig.ctl.flush()
+    rig.flush()
     rig.close()
 
 

@@ -106,7 +106,7 @@ def test_a_set_keeps_to_what_the_manifest_wants(calls: int, most: int) -> None:
     guard = Guard(store, name="counting")  # type: ignore[arg-type]
     rig = Rig(store=guard, limits=SetLimits(threads_per_direction=2, batch_pages=4))  # type: ignore[arg-type]
     rig.serve(prompt(16))
-    assert rig.ctl.flush()
+    rig.flush()
     assert rig.serve(prompt(16))[2] > 0
     assert (store.most, store.batches) == (most, 4)
     rig.settle()

@@ -75,6 +75,48 @@ def test_a_thread_that_dies_is_replaced_at_once(error: BaseException) -> None:
     assert _stop(workers) == []
 
 
+def test_the_first_thread_starts_the_others_when_work_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 7: an attach waits for one thread per direction; a busy one does not keep the second item waiting."""
+    hold = threading.Event()
+    by: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda it: (by.append(threading.current_thread().name), start(it)))
+    workers: Workers[Job] = Workers("w", 3)
+    workers.start()
+    assert (by, workers.alive, [r.name for r in workers.reports()]) == (["MainThread"], 1, ["w-0"])
+    first, second = Job(lambda: bool(hold.wait(WAIT_S)) and None), Job()
+    assert workers.submit([first])
+    assert workers.submit([second])
+    assert second.through.wait(WAIT_S)
+    assert [(r.name, r.alive, r.restarts) for r in workers.reports()] == [(f"w-{i}", True, 0) for i in range(3)]
+    assert by == ["MainThread", "w-0", "w-0"]
+    hold.set()
+    assert _stop(workers) == []
+    assert (first.ended, workers.alive) == (["ran"], 0)
+
+
+def test_when_the_system_has_no_more_threads_the_first_one_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: Workers[Job] = Workers("w", 3)
+    workers.start()
+    start = threading.Thread.start
+
+    def no_more(it: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    jobs = [Job() for _ in range(10)]
+    assert workers.submit(jobs)
+    assert workers.wait_idle(time.monotonic() + WAIT_S)
+    assert [job.ended for job in jobs] == [["ran"]] * 10
+    assert [r.alive for r in workers.reports()] == [True, False, False]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    late = Job()
+    assert workers.submit([late])  # there are threads again
+    assert late.through.wait(WAIT_S)
+    assert [r.alive for r in workers.reports()] == [True, True, True]
+    assert _stop(workers) == []
+
+
 def test_a_stuck_thread_is_named_with_its_stack_and_the_others_stop() -> None:
     """F23: one shared deadline; retry after unblocking succeeds."""
     release, inside = threading.Event(), threading.Event()
@@ -127,7 +169,7 @@ def test_a_stall_is_seen_and_idleness_is_none() -> None:
     hold = threading.Event()
     workers: Workers[Job] = Workers("w", 2, stall_after_s=0.05)
     workers.start()
-    assert [r.stalled_s for r in workers.reports()] == [0.0, 0.0]
+    assert [r.stalled_s for r in workers.reports()] == [0.0], "the second starts with the first item"
     job = Job(lambda: bool(hold.wait(WAIT_S)) and None)
     workers.submit([job])
     deadline = time.monotonic() + WAIT_S
