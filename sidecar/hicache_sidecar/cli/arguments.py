@@ -176,6 +176,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 62):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
 def _seconds_or_none(text: str) -> Any:
     return _NONE if text.lower() == "none" else seconds(text)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from hicache_sidecar.cli import arguments as args
 from hicache_sidecar.cli.context import EXIT_DONE, EXIT_FAILED, Context, UsageError
+from hicache_sidecar.cli.streams import plain
 
 
 def run_attach(context: Context, arguments: list[str]) -> int:
@@ -112,7 +113,7 @@ def print_answer(context: Context, answer: dict[str, Any]) -> int:
         keys = ", ".join(row.get("changed_keys") or []) or "nothing"
         context.line(f"  rank {row.get('rank')}: {row.get('relation')}; differs in: {keys}")
     for note in answer.get("notes") or []:
-        context.line(f"note: {note}")
+        context.line(f"note: {plain(str(note))}")
     for warning in answer.get("warnings") or []:
-        context.note(f"warning: {warning}")
+        context.note(f"warning: {plain(str(warning))}")
     return code

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hicache_proto.errors import HicacheError
+from hicache_sidecar.cli.streams import plain, plain_lines
 from hicache_sidecar.client.connection import REQUEST_TIMEOUT_S, Connection
 from hicache_sidecar.client.errors import ClientError, ConnectionLost
 
@@ -76,7 +77,7 @@ class Context:
         blocked = data.get("blocked_by") or []
         if blocked:
             parts.append("waiting for " + blockers(blocked))
-        sys.stderr.write("\r\x1b[K" + " · ".join(parts))
+        sys.stderr.write("\r\x1b[K" + plain(" · ".join(parts)))
         sys.stderr.flush()
         self._progress_shown = True
 
@@ -91,17 +92,17 @@ class Context:
         print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
     def line(self, text: str = "") -> None:
-        """One line of the answer itself."""
-        print(text)
+        """One line of the answer itself, or several of ours."""
+        print(plain_lines(text))
 
     def say(self, text: str) -> None:
         """A sentence of success; not with ``-q``."""
         if not self.quiet:
-            print(text)
+            print(plain(text))
 
     def note(self, text: str) -> None:
-        """A warning or hint on stderr."""
-        print(text, file=sys.stderr)
+        """A warning or hint on stderr; several lines, of ours alone, are allowed."""
+        print(plain_lines(text), file=sys.stderr)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Aligned columns; numbers to the right. Without rows only the header is printed."""
@@ -124,12 +125,11 @@ class Context:
             self.document(error.document() if isinstance(error, ClientError) else {"error": error.body()})
         lost = isinstance(error, ConnectionLost) and not error.only_read
         if not self.json or lost:
+            message = plain(error.message)
             if lost:
-                self.note(
-                    f"{PROGRAM}: {error.message}; operation {error.operation_id or '(no id yet)'}: outcome unknown"
-                )
+                self.note(f"{PROGRAM}: {message}; operation {error.operation_id or '(no id yet)'}: outcome unknown")
             else:
-                self.note(f"{PROGRAM}: {error.message}" + ("" if error.code in error.message else f" [{error.code}]"))
+                self.note(f"{PROGRAM}: {message}" + ("" if error.code in error.message else f" [{error.code}]"))
             if isinstance(error, HicacheError):
                 listed = error.details.get("blocked_by")
                 if isinstance(listed, list) and listed and "blocked by" not in error.message:
@@ -159,8 +159,8 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}"
     if isinstance(value, list):
-        return ",".join(str(item) for item in value) or "-"
-    return str(value)
+        return plain(",".join(str(item) for item in value)) or "-"
+    return plain(str(value))
 
 
 def _all_numbers(values: list[Any]) -> bool:

@@ -4,8 +4,8 @@ The parser of a command is built when that command is chosen, so that ``status``
 that importing msgspec takes (measured by tests/bench/bench_cli.py).
 """
 
-import os
 import sys
+from contextlib import suppress
 
 from hicache_proto.errors import HicacheError
 from hicache_sidecar.cli.context import (
@@ -17,6 +17,7 @@ from hicache_sidecar.cli.context import (
     Context,
     UsageError,
 )
+from hicache_sidecar.cli.streams import abandon, prepare
 from hicache_sidecar.client.errors import ClientError
 
 USAGE = f"usage: {PROGRAM} [--socket PATH] [-o table|json] [-q] COMMAND ..."
@@ -24,7 +25,22 @@ USAGE = f"usage: {PROGRAM} [--socket PATH] [-o table|json] [-q] COMMAND ..."
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; prints, never raises for what a user can do wrong."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    prepare()
+    try:
+        return _outcome(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `hicachectl history | head`: the reader left, which is no failure of ours
+        return EXIT_FAILED
+    except OSError as error:  # a full disk behind stdout
+        with suppress(OSError):
+            print(f"{PROGRAM}: cannot print the answer: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        abandon()
+
+
+def _outcome(arguments: list[str]) -> int:
     context = Context()
     try:
         return _run(context, arguments)
@@ -38,11 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         return context.failure(error)
     except SystemExit as leave:  # a command's --help
         return int(leave.code or 0)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `hicachectl history | head`: the reader left, which is no failure of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit's flush fails again
-        return EXIT_FAILED
 
 
 def _run(context: Context, arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 from hicache_sidecar.cli import arguments as args
 from hicache_sidecar.cli.changes import print_answer
 from hicache_sidecar.cli.context import EXIT_DONE, Context, blockers
+from hicache_sidecar.cli.streams import plain
 
 
 def run_operations(context: Context, arguments: list[str]) -> int:
@@ -106,7 +107,7 @@ def run_watch(context: Context, arguments: list[str]) -> int:
 
     made = args.parser("watch", "Print events as they happen: a snapshot first, then numbered changes.")
     made.add_argument("--after", type=int, metavar="ID", help="resume after this event")
-    made.add_argument("--count", type=int, metavar="N", help="leave after N events")
+    made.add_argument("--count", type=args.positive, metavar="N", help="leave after N events")
     options = args.parse(context, made, arguments)
     left = options.count
     with context.connect() as connection:
@@ -115,9 +116,9 @@ def run_watch(context: Context, arguments: list[str]) -> int:
                 print(msgspec.json.encode(event).decode())
             else:
                 data = event.get("data") or {}
-                plain = {k: v for k, v in data.items() if v not in (None, "") and not isinstance(v, dict | list)}
-                shown = " ".join(f"{key}={value}" for key, value in plain.items())
-                print(f"{event.get('id')}  {event.get('at')}  {event.get('kind')}  {shown}".rstrip())
+                facts = {k: v for k, v in data.items() if v not in (None, "") and not isinstance(v, dict | list)}
+                shown = plain(" ".join(f"{key}={value}" for key, value in facts.items()))
+                context.line(f"{event.get('id')}  {event.get('at')}  {event.get('kind')}  {shown}".rstrip())
             sys.stdout.flush()
             left = None if left is None else left - 1
             if left is not None and left <= 0:

@@ -5,6 +5,7 @@ from typing import Any
 
 from hicache_sidecar.cli.arguments import parse, parser
 from hicache_sidecar.cli.context import EXIT_DONE, EXIT_NO_ENGINE, EXIT_NOT_IDLE, Context
+from hicache_sidecar.cli.streams import plain
 
 SGLANG_FIELDS = (
     ("hicache_storage_backend", "backend"),
@@ -215,7 +216,7 @@ def _print_options(context: Context, backend: dict[str, Any]) -> None:
         context.table(("OPTION", "TYPE", "DEFAULT", "MEANING"), rows)
     notes = backend.get("notes")
     for note in [notes] if isinstance(notes, str) else notes or []:
-        context.line(str(note))
+        context.line(plain(str(note)))
 
 
 def _type_name(option: dict[str, Any]) -> str:

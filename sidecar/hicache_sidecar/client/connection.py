@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
-from hicache_proto.errors import ErrorBody, Forbidden, HicacheError, from_body
+from hicache_proto.errors import ErrorBody, Forbidden, HicacheError, InvalidRequest, from_body
 from hicache_proto.framing import HEADER, encode_frame, frame_length
 from hicache_proto.version import PROTOCOL_VERSION, negotiate
 from hicache_sidecar.client.errors import ConnectionLost, Unreachable
@@ -116,9 +116,13 @@ class Connection:
 
         Raises:
             ConnectionLost: the sidecar is gone, or takes nothing within ``timeout_s``.
-            TooLarge: the request is over the frame limit; nothing was sent.
+            TooLarge, InvalidRequest: the request is over the frame limit, or no message can hold it; nothing was sent.
         """
-        frame = encode_frame(_encode({"type": "request", "id": self._next_id, "body": body}))
+        try:
+            payload = _encode({"type": "request", "id": self._next_id, "body": body})
+        except (OverflowError, ValueError) as error:  # a number over 64 bits, bytes of a command line that are no text
+            raise InvalidRequest(f"the request cannot be written: {error}") from None
+        frame = encode_frame(payload)
         sock = self._open()
         number = self._next_id
         self._next_id += 1

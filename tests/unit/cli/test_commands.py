@@ -322,6 +322,29 @@ def test_connection_lost_prints_the_operation_and_exits_5(ctl: Any) -> None:
     assert "op-44: outcome unknown" in ran.err
 
 
+def test_text_of_others_moves_no_cursor_and_forges_no_line(ctl: Any) -> None:
+    """F108's kind, on a terminal: a reason with a newline or an escape sequence is printed as what it is."""
+    row = {"revision": 1, "operation_id": "op-1", "kind": "attach", "result": "committed", "actor": "eve", "at": "now",
+           "reason": "a\nb\x1b[2Jc"}  # fmt: skip
+    ran = ctl("history", answer=lambda peer, request: peer.result(request, {"revisions": [row]}))
+    assert ran.out.splitlines()[1].endswith("a\\nb\\x1b[2Jc")
+
+    def refuse(peer: Peer, request: control.Request) -> None:
+        peer.error(request, errors.InvalidConfig("no\x1b[2J"))
+
+    assert ctl("detach", answer=refuse).err == "hicachectl: no\\x1b[2J [invalid_config]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["detach", "--reason", "\udcff"], ["rollback", "9" * 30], ["detach", "--if-revision", "9" * 30]]
+)
+def test_what_no_message_can_hold_is_refused_in_words(ctl: Any, arguments: list[str]) -> None:
+    """Bytes of a command line that are no text, and numbers over 64 bits."""
+    ran = ctl(*arguments, answer=lambda peer, request: peer.result(request, DONE))
+    assert ran.code == 1
+    assert ran.err.startswith("hicachectl: the request cannot be written: ")
+
+
 @pytest.mark.parametrize("command", ["status", "watch", "history", "idle", "operations", "failover"])
 def test_a_lost_connection_leaves_no_outcome_in_doubt_where_nothing_was_asked_for(ctl: Any, command: str) -> None:
     ran = ctl(command, answer=lambda peer, request: peer.drop())
