@@ -36,6 +36,7 @@ import zmq
 from hicache_hooks.agent_socket import AgentSocket
 from hicache_hooks.faults import FaultError, Faults, LinkCut
 from hicache_hooks.frames import frame_of
+from hicache_hooks.helpers import Postpone, never
 from hicache_hooks.leases import Clock, monotonic
 from hicache_hooks.session import Session
 from hicache_proto.errors import HicacheError
@@ -81,12 +82,14 @@ class LinkAgent:
         clock: Clock = monotonic,
         faults: Faults | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        postpone: Postpone = never,
     ) -> None:
         """Args:
         hello: makes the hello for a session id; report: the rank's state. Agent thread; must not raise.
         on_call: takes a call of the present session. Agent thread.
         deadline: when a lease ends next, on ``clock``; on_deadline: called once that has passed.
         context: shared by many agents of one process (scale tests); else the agent has its own.
+        postpone: may keep the agent's wake-ups for a moment (``helpers.Postpone``).
         """
         self._endpoint = endpoint
         self._hello = hello
@@ -97,6 +100,7 @@ class LinkAgent:
         self._clock = clock
         self._faults = faults or Faults()
         self._context = context
+        self._postpone = postpone
         self._pid = os.getpid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -124,7 +128,7 @@ class LinkAgent:
         if os.getpid() != self._pid or self._thread is None:
             return True
         self._goodbye, self._stopping = reason, True
-        self._signal()
+        self._signal_now()
         self._thread.join(timeout_s)
         self._run_jobs()
         return not self._thread.is_alive()
@@ -196,6 +200,10 @@ class LinkAgent:
         self._signal()
 
     def _signal(self) -> None:
+        if not self._signalled and not self._postpone(self._signal_now):
+            self._signal_now()
+
+    def _signal_now(self) -> None:
         if self._signalled or os.getpid() != self._pid:
             return  # each write is a system call that lets go of the interpreter, in the middle of a scheduler's step
         self._signalled = True

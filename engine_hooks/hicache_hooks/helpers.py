@@ -15,9 +15,17 @@ log = logging.getLogger(__name__)
 Job = Callable[[], None]
 Launch = Callable[[Job], None]
 """Runs a short job on a thread that may wait: ``LinkAgent.run_soon``."""
+Postpone = Callable[[Job], bool]
+"""Takes a wake-up, to give it a moment later, and says True; or False: give it now. Any thread; never waits."""
 
 IDLE_S = 2.0
 IDLE_NAME = "hicache-helper"
+
+
+def never(job: Job) -> bool:
+    """Every wake-up is given at once."""
+    del job
+    return False
 
 
 def launch_here(job: Job) -> None:
@@ -36,8 +44,9 @@ class _Thread:
 class Helpers:
     """The helper threads of one rank. Thread-safe."""
 
-    def __init__(self, launch: Launch = launch_here, idle_s: float = IDLE_S) -> None:
+    def __init__(self, launch: Launch = launch_here, idle_s: float = IDLE_S, postpone: Postpone = never) -> None:
         """``launch`` starts threads where the caller of ``run`` must not wait."""
+        self._postpone = postpone
         self._launch = launch
         self._idle_s = idle_s
         self._lock = threading.Lock()
@@ -54,7 +63,9 @@ class Helpers:
         with self._lock:
             helper = self._idle.pop() if self._idle else None
         if helper is not None:
-            helper.jobs.put((job, name))
+            taken = helper
+            if not self._postpone(lambda: taken.jobs.put((job, name))):
+                taken.jobs.put((job, name))
         else:
             self._launch(lambda: self._start(job, name, failed))
 

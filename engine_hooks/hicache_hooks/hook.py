@@ -35,7 +35,7 @@ from hicache_hooks.builder import Builder, Built
 from hicache_hooks.closer import CLOSE_S, Closed, Closer
 from hicache_hooks.faults import Faults
 from hicache_hooks.gate import Gate
-from hicache_hooks.helpers import Helpers
+from hicache_hooks.helpers import Helpers, Postpone, never
 from hicache_hooks.idle import IdleGate
 from hicache_hooks.leases import Clock, monotonic
 from hicache_hooks.manual import Manual
@@ -99,6 +99,7 @@ class RankHook:
         close_timeout_s: float = CLOSE_S,
         faults: Faults | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+        postpone: Postpone = never,
         start: bool = True,
     ) -> None:
         """Args:
@@ -106,6 +107,7 @@ class RankHook:
         incarnation: one engine launch; epoch: how often this rank was started in it.
         injector: the engine's control broadcast; None for a world of one rank.
         close_timeout_s: one deadline for all threads of a set that is closed.
+        postpone: may keep wake-ups of this hook's other threads for a moment (``helpers.Postpone``).
         context: a ZMQ context to share; start=False: no agent thread (tests feed ``deliver`` themselves).
 
         Raises:
@@ -134,8 +136,9 @@ class RankHook:
             clock=clock,
             faults=self.faults,
             context=context,
+            postpone=postpone,
         )
-        self._helpers = Helpers(self.agent.run_soon)
+        self._helpers = Helpers(self.agent.run_soon, postpone=postpone)
         self._closer = Closer(adapter, self._post, self.faults, close_timeout_s, self._helpers)
         world = injector or Alone()
         self.transaction = RankTransaction(

@@ -76,4 +76,5 @@ class Readiness:
         self.finishing = reached is False and self._saves
         if reached is not True:
             return reached
-        return self._idle.refusal() or True
+        # Hashing runs in this step and moves nothing; a checkpoint's transfers may have ended in between.
+        return (self._idle.refusal() if self._saves else None) or True

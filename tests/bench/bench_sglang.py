@@ -1,7 +1,8 @@
 """Attach, detach and swap on the real SGLang beside the engine's own PUT and DELETE, same server, alternating rounds.
 
 Stall: the longest pass of the leader's scheduler loop while the operation ran, less its sleep (rig_probe); the same
-instrument for both. Latency: request to answer. Only when named (``python -m tests.bench sglang``): it starts SGLang.
+instrument for both, and for passes in which nothing changes.
+Latency: request to answer. Only when named (``python -m tests.bench sglang``): it starts SGLang.
 """
 
 import shutil
@@ -22,7 +23,7 @@ SLOW_ROUNDS = 31
 LOOK_BACK = 4000  # passes: more than an operation of 3 s has
 AFTER_S = 0.05  # a pass ends, and is written, after the answer has left
 
-Sample = tuple[float, float]  # latency, stall; seconds
+Sample = tuple[float, float, float]  # latency, stall, processor time of the scheduler thread in it; seconds
 
 
 class Bench:
@@ -46,18 +47,19 @@ class Bench:
         if code != 200:
             raise RuntimeError(f"{name}: {code} {answer}")
         time.sleep(AFTER_S)  # nothing says when the scheduler's pass after the answer ends
-        stall = max((busy for end, busy in self._read() if began <= end - busy and end <= began + took + AFTER_S),
-                    default=0.0)  # fmt: skip
-        self.got.setdefault(name, []).append((took, stall))
+        passes = [(busy, used) for end, busy, used in self._read()
+                  if began <= end - busy and end <= began + took + AFTER_S]  # fmt: skip
+        self.got.setdefault(name, []).append((took, *max(passes, default=(0.0, 0.0))))
         ranks = answer.get("ranks", []) if isinstance(answer, dict) else []
         said = [rank["stall_us"] for rank in ranks if rank.get("stall_us")]
         self.said.setdefault(name, []).append(max(said, default=0) / 1000)
 
     def _read(self) -> list[Sample]:
+        """End, busy time, processor time of each pass."""
         rows = []
         for line in self.passes.read_text().splitlines()[-LOOK_BACK:]:
-            end, busy = line.split()
-            rows.append((float(end), float(busy)))
+            end, busy, used = map(float, line.split())
+            rows.append((end, busy, used))
         return rows
 
     def ours(self, name: str, body: dict[str, Any]) -> None:
@@ -130,8 +132,9 @@ def _rounds(bench: Bench, topology: str) -> list[dict[str, Any]]:
         "name": f"SGLang {topology}, swap file to file: stall", "value": bench.median("swap", 1), "unit": "ms",
         "comparison": bench.median("floor", 1), "compared_with": "closing and opening admission alone",
         "target": "<= 2" if topology == "tp1" else None,
-        "note": f"the step itself, as the answer reports it: {statistics.median(bench.said['swap']):.2f} ms; the pass"
-        " also holds the engine's own idle work (about 1 ms of processor time on this rig) and whatever else ran",
+        "note": f"the step itself, as the answer reports it: {statistics.median(bench.said['swap']):.2f} ms; processor"
+        f" time of the scheduler thread in the pass: {bench.median('swap', 2):.2f} ms, of which the engine's own idle"
+        f" work is about 1; closing admission alone: {bench.median('floor', 2):.2f} ms; the rest is waiting",
     })  # fmt: skip
     rows.append({
         "name": f"SGLang {topology}, swap file to file: latency", "value": bench.median("swap", 0), "unit": "ms",

@@ -1,9 +1,9 @@
 """What runs at the engine's pull: once per loop iteration of every rank, before the broadcast.
 
 The only place where the hooks' scheduler-thread work happens by itself. A spinning scheduler comes here some
-thousand times a second, so ``on_pull`` first tests three attributes: nothing pending, nothing closed or held, no
-wake-up to forget (one that stays readable in the engine's poller makes a sleeping scheduler spin). It runs while the
-engine is paused too, where its idle hook does not.
+thousand times a second, so ``on_pull`` first tests a few attributes: nothing pending, nothing closed or held, no
+wake-up to forget (one that stays readable in the engine's poller makes a sleeping scheduler spin), no sleep before,
+nothing kept (``quiet``). It runs while the engine is paused too, where its idle hook does not.
 """
 
 import logging
@@ -12,6 +12,7 @@ from typing import Any
 
 from hicache_hooks.hook import RankHook
 from hicache_hooks.sglang.held import Held
+from hicache_hooks.sglang.quiet import Quiet
 from hicache_hooks.sglang.switch_interval import SwitchInterval
 from hicache_hooks.sglang.wake import Waker
 from hicache_hooks.sglang.world import BroadcastWorld
@@ -23,13 +24,31 @@ log = logging.getLogger(__name__)
 class Pull:
     """One rank's part of the loop. Scheduler thread, but ``ask_repair``."""
 
-    __slots__ = ("_held", "_interval", "_leader", "_repair", "_repair_asked", "_world", "closed", "hook", "waker")
+    __slots__ = (
+        "_held",
+        "_interval",
+        "_leader",
+        "_repair",
+        "_repair_asked",
+        "_world",
+        "closed",
+        "hook",
+        "quiet",
+        "waker",
+    )  # fmt: skip
 
     def __init__(
-        self, hook: RankHook, world: BroadcastWorld, held: Held, waker: Waker, repair: Callable[[], object]
+        self,
+        hook: RankHook,
+        world: BroadcastWorld,
+        held: Held,
+        waker: Waker,
+        repair: Callable[[], object],
+        quiet: Quiet | None = None,
     ) -> None:
-        """``repair`` brings dead storage threads back."""
+        """``repair`` brings dead storage threads back. ``quiet``: the hook's ``postpone``, and ended by ``waker``."""
         self.hook = hook
+        self.quiet = quiet or Quiet()
         self.closed = False  # admission is closed, or something is held; follows at each pull that did something
         self._world = world
         self._held = held
@@ -58,6 +77,9 @@ class Pull:
 
     def _work(self, requests: list[Any] | None) -> list[Any] | None:
         hook = self.hook
+        self.quiet.end()
+        if self.waker.slept and not requests:
+            self.quiet.begin()
         self.waker.clear()
         if hook.pending:
             hook.run_pending()
@@ -69,6 +91,7 @@ class Pull:
             return None
         if hook.admit():
             if self._held:
+                self.quiet.end()  # this pass has work
                 requests = [*self._held.release(), *requests]
         else:
             requests = self._held.hold(requests)
@@ -80,8 +103,10 @@ class Pull:
         return requests
 
     def executed(self) -> None:
-        """A command of the world ran: the next pull must come soon (answers, and requests that are free now)."""
-        self.waker.wake()
+        """A command of the world ran: the next pull must come soon where another rank waits for it, or requests that
+        are free now. Alone, this rank has answered already; what goes on by itself (a drain) has the pulse."""
+        if self._world.ranks > 1 or self._held:
+            self.waker.wake()
 
 
 _pull: Pull | None = None  # of this process's scheduler
@@ -95,6 +120,10 @@ def install(pull: Pull | None) -> None:
 
 def on_pull(requests: list[Any] | None, *_args: Any) -> list[Any] | None:
     """AFTER hook of the engine's pull. None keeps what was pulled."""
-    if _pull is None or not (_pull.hook.pending or _pull.closed or _pull.waker.signalled):
+    pull = _pull
+    if pull is None:
         return None
-    return _pull(requests)
+    waker = pull.waker
+    if not (pull.hook.pending or pull.closed or waker.signalled or waker.slept or pull.quiet.on):
+        return None
+    return pull(requests)

@@ -10,6 +10,7 @@ from hicache_hooks.sglang.adapter import SglangAdapter
 from hicache_hooks.sglang.groups import engine_store
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
+from hicache_hooks.sglang.quiet import Quiet
 from hicache_hooks.sglang.refusing import RefusingAdapter
 from hicache_hooks.sglang.wake import AFTERGLOW_S, Pulse, Waker
 from hicache_hooks.sglang.world import BroadcastWorld
@@ -34,7 +35,8 @@ class SchedulerRank:
         problems = [f"hook did not take: {target}" for target in versions.not_hooked()]
         problems += topology.refusals(scheduler)
         place = topology.identity()
-        self._waker = Waker(getattr(scheduler, "idle_sleeper", None))
+        quiet = Quiet()
+        self._waker = Waker(getattr(scheduler, "idle_sleeper", None), quiet.end)
         group = topology.parallel().tp_group.cpu_group if place.tp_size > 1 else None
         self.world = BroadcastWorld(leader=place.leader, ranks=place.tp_size * place.pp_size, group=group)
         controller = getattr(scheduler.tree_cache, "cache_controller", None)
@@ -46,6 +48,7 @@ class SchedulerRank:
             engine_id=engine_id,
             incarnation=incarnation,
             injector=self.world,
+            postpone=quiet.postpone,
             start=False,
         )
         held = Held(SchedulerRequests(scheduler))
@@ -55,6 +58,7 @@ class SchedulerRank:
             held,
             self._waker,
             self.adapter.storage_threads.repair,
+            quiet,
         )
         self.adapter.on_dead_threads = self.pull.ask_repair
         self.adapter.held = held.__len__

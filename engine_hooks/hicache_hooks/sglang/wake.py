@@ -25,20 +25,43 @@ PATIENT_S = 0.3  # a backend that takes seconds to build is seen a tenth later
 AFTERGLOW_S = 5.0  # longer than a set may take to close (closer.CLOSE_S)
 
 
+class SleepSeam:
+    """The engine's poller, telling when the scheduler goes to sleep and that it slept."""
+
+    def __init__(self, poller: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._poller, self._before, self._after = poller, before, after
+
+    def poll(self, timeout: Any = None) -> Any:
+        """The sleep."""
+        self._before()
+        try:
+            return self._poller.poll(timeout)
+        finally:
+            self._after()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._poller, name)
+
+
 class Waker:
     """One eventfd in the engine's poller. Without a poller every method is a no-op."""
 
-    def __init__(self, sleeper: Any) -> None:
-        """``sleeper``: the scheduler's ``idle_sleeper``, or None."""
+    def __init__(self, sleeper: Any, before_sleep: Callable[[], None] = lambda: None) -> None:
+        """``sleeper``: the scheduler's ``idle_sleeper``, or None. ``before_sleep``: its thread; must not raise."""
         poller = getattr(sleeper, "poller", None)
         self.sleeps = poller is not None
         self.signalled = False  # a wake-up that ``clear`` has not forgotten yet
+        self.slept = False  # the scheduler slept, and has not pulled since
         self._fd = -1
         if poller is not None:
             import zmq
 
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             poller.register(self._fd, zmq.POLLIN)
+            sleeper.poller = SleepSeam(poller, before_sleep, self._woke)
+
+    def _woke(self) -> None:
+        self.slept = True
 
     def wake(self) -> None:
         """*any thread*: the poll returns."""
@@ -51,7 +74,8 @@ class Waker:
         self.signalled = True
 
     def clear(self) -> None:
-        """*scheduler*: forget the wake-ups so far; one attribute test when there was none."""
+        """*scheduler*: forget the wake-ups so far, and the sleep; two attribute tests when there was none."""
+        self.slept = False
         if self.signalled:
             self.signalled = False
             with contextlib.suppress(OSError):

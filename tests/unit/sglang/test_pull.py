@@ -15,6 +15,7 @@ from hicache_hooks.hook import RankHook
 from hicache_hooks.sglang import pull as pulling
 from hicache_hooks.sglang.held import Held
 from hicache_hooks.sglang.pull import Pull
+from hicache_hooks.sglang.quiet import Quiet
 from hicache_hooks.sglang.wake import Pulse, Waker
 from hicache_hooks.sglang.world import BroadcastWorld, HookCommand
 from hicache_hooks.world import WorldCommand, decode
@@ -37,13 +38,21 @@ class Scheduler:
         self._request_dispatcher = Dispatcher()
         identity = RankIdentity(tp_rank=0 if leader else 1, tp_size=ranks)
         self.world = BroadcastWorld(leader=leader, ranks=ranks)
+        self.quiet = Quiet()
         self.hook = RankHook(
-            LightAdapter(identity), "ipc:///nowhere", engine_id="e", incarnation="i", injector=self.world, start=False
+            LightAdapter(identity),
+            "ipc:///nowhere",
+            engine_id="e",
+            incarnation="i",
+            injector=self.world,
+            postpone=self.quiet.postpone,
+            start=False,
         )
         self.engine = Engine()
         self.repaired = threading.Event()
-        self.waker = Waker(sleeper)
-        self.pull = Pull(self.hook, self.world, Held(self.engine), self.waker, self.repaired.set)
+        self.waker = Waker(sleeper, self.quiet.end)
+        held = Held(self.engine)
+        self.pull = Pull(self.hook, self.world, held, self.waker, self.repaired.set, self.quiet)
         self.world.bind(self, self.execute)
         pulling.install(self.pull)
         self.ran: list[Any] = []
