@@ -34,6 +34,7 @@ import msgspec
 import zmq
 
 from hicache_hooks.agent_socket import AgentSocket
+from hicache_hooks.agent_wake import Wake
 from hicache_hooks.faults import FaultError, Faults, LinkCut
 from hicache_hooks.frames import frame_of
 from hicache_hooks.helpers import Postpone, never
@@ -100,11 +101,7 @@ class LinkAgent:
         self._clock = clock
         self._faults = faults or Faults()
         self._context = context
-        self._postpone = postpone
         self._pid = os.getpid()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
-        self._signalled = False  # a wake-up is on its way
         self._out: deque[Outgoing] = deque(maxlen=4096)
         self._jobs: deque[Callable[[], None]] = deque()
         self._beat_now = False
@@ -112,6 +109,7 @@ class LinkAgent:
         self._goodbye = ""
         self._thread: threading.Thread | None = None
         self.counts: Counter[str] = Counter()
+        self._wake = Wake(postpone, self.counts)
         # Agent thread only, from here on:
         self._session = Session()
         self._last_refusal = ""
@@ -128,7 +126,7 @@ class LinkAgent:
         if os.getpid() != self._pid or self._thread is None:
             return True
         self._goodbye, self._stopping = reason, True
-        self._signal_now()
+        self._wake.now()
         self._thread.join(timeout_s)
         self._run_jobs()
         return not self._thread.is_alive()
@@ -171,7 +169,7 @@ class LinkAgent:
     def changed(self) -> None:
         """The rank's state changed: heartbeat soon, and look at the deadline again now."""
         self._beat_now = True
-        self._signal()
+        self._wake.soon()
 
     def run_soon(self, job: Callable[[], None]) -> None:
         """Run a short job on the agent thread: starting a thread, whose wait for the interpreter lock would stall
@@ -180,7 +178,7 @@ class LinkAgent:
         if self._thread is None or not self._thread.is_alive() or os.getpid() != self._pid:
             self._run_jobs()
         else:
-            self._signal()
+            self._wake.soon()
 
     def _run_jobs(self) -> None:
         while self._jobs:
@@ -197,22 +195,7 @@ class LinkAgent:
 
     def _post(self, session: str, make: Callable[[], HookMessage], call: Call | None) -> None:
         self._out.append((session, make, call))
-        self._signal()
-
-    def _signal(self) -> None:
-        if not self._signalled and not self._postpone(self._signal_now):
-            self._signal_now()
-
-    def _signal_now(self) -> None:
-        if self._signalled or os.getpid() != self._pid:
-            return  # each write is a system call that lets go of the interpreter, in the middle of a scheduler's step
-        self._signalled = True
-        with self._wake_lock:  # the number of a closed descriptor may be somebody else's by now
-            try:
-                if self._wake_fd >= 0:
-                    os.eventfd_write(self._wake_fd, 1)
-            except OSError:  # full counter: it is readable already
-                self.counts["lost_signals"] += 1
+        self._wake.soon()
 
     # ------------------------------------------------------------------ agent thread
 
@@ -231,9 +214,7 @@ class LinkAgent:
         finally:
             if self._context is None:
                 context.term()  # every socket is closed with a bounded linger: this cannot hang (F103)
-            with self._wake_lock:
-                wake_fd, self._wake_fd = self._wake_fd, -1
-                os.close(wake_fd)
+            self._wake.close()
 
     def _trouble(self, what: str, error: Exception) -> None:
         self.counts["troubles"] += 1
@@ -261,7 +242,8 @@ class LinkAgent:
     def _turns(self, both: AgentSocket, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         poller.register(monitor, POLLIN)
-        poller.register(self._wake_fd, POLLIN)
+        wake_fd = self._wake.fd
+        poller.register(wake_fd, POLLIN)
         polled_for = 0
         while True:
             now = self._clock()
@@ -271,9 +253,8 @@ class LinkAgent:
                 poller.register(socket, wanted)
                 polled_for = wanted
             ready = dict(poller.poll(self._session.timeout_ms(now, self._deadline())))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-                self._signalled = False  # after the read, before the queues: whoever saw True is found in them
+            if wake_fd in ready:
+                self._wake.seen()
             self._run_jobs()
             now = self._clock()
             if monitor in ready and both.disconnected() and self._session.said_hello:
