@@ -79,11 +79,10 @@ class Guard:
         self._backend = backend
         self._manifest = manifest
         self._clock = clock
-        self._takes_prefix = frozenset(
-            method
+        self._takes = {
+            method: [word for word in ("prefix_keys", "arrived") if takes(getattr(backend, method), word)]
             for method in ("batch_put", "batch_get", "batch_exists")
-            if takes(getattr(backend, method), "prefix_keys")
-        )
+        }
         self._lock = threading.Lock()
         self._counts = Counts()
         self._beliefs = Beliefs(name, backend, clock)
@@ -117,7 +116,7 @@ class Guard:
 
     # -------------------------------------------------------------- traffic
 
-    # ``prefix_keys`` (the keys that precede the batch in its chain) reach a backend whose method takes them.
+    # ``prefix_keys`` (the keys before the batch in its chain) and ``arrived`` (see base.py) reach what takes them.
 
     def batch_put(
         self, keys: Sequence[str], pages: Sequence[memoryview], *, prefix_keys: Sequence[str] | None = None
@@ -137,10 +136,11 @@ class Guard:
         return stored
 
     def batch_get(
-        self, keys: Sequence[str], pages: Sequence[memoryview], *, prefix_keys: Sequence[str] | None = None
-    ) -> list[Got]:
+        self, keys: Sequence[str], pages: Sequence[memoryview], *, prefix_keys: Sequence[str] | None = None,
+        arrived: Callable[[str], None] | None = None,
+    ) -> list[Got]:  # fmt: skip
         """What was read into ``pages``; a page whose result is not HIT holds garbage. Never raises."""
-        extra = self._extra("batch_get", prefix_keys)
+        extra = self._extra("batch_get", prefix_keys, arrived)
         done = self._call("get", len(keys), lambda: self._backend.batch_get(keys, pages, **extra), is_got, errors)
         if done is None:
             return [Got.MISS] * len(keys)
@@ -200,8 +200,9 @@ class Guard:
     def _why_not(self) -> str:
         return "closed" if self._closing else "bypass" if self._bypass else "breaker"
 
-    def _extra(self, method: str, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
-        return {"prefix_keys": prefix_keys} if prefix_keys is not None and method in self._takes_prefix else {}
+    def _extra(self, method: str, prefix_keys: Sequence[str] | None, arrived: object = None) -> dict[str, Any]:
+        given = {"prefix_keys": prefix_keys, "arrived": arrived}
+        return {word: given[word] for word in self._takes[method] if given[word] is not None}
 
     def _call(
         self,

@@ -269,3 +269,29 @@ def test_namespaces_in_one_directory(made: Made, tmp_path: Path) -> None:
         assert store.clear() == 2
         assert host.get([1]) == ["hit"]
         host.close()
+
+
+def test_a_look_into_l1_says_what_the_vendor_says(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes, and pages that were evicted, of which the vendor's table keeps a ghost."""
+    store = made({"l1_capacity_gb": 8 * PAGE / (1 << 30), "l2_backend": ""})
+    there = [False] * 24
+    for i in range(24):
+        put(store, i)
+        there = [vendor_has(store, n) for n in range(24)]
+        assert store.batch_exists([key(n) for n in range(24)]) == there
+    assert 0 < sum(there) <= 8, "eviction began"
+    assert store._l1 is not None
+    held = [key(n) for n in range(24) if there[n]]
+    gone = next(key(n) for n in range(24) if not there[n])
+    assert store._l1.prefix(held) == len(held)
+    assert store._l1.prefix([held[0], gone, held[1]]) == 1
+    # A version of the package that keeps it in another way is asked by its API, and says so when it must be listed.
+    monkeypatch.setattr(store, "_l1", None)
+    assert store.batch_exists([key(n) for n in range(24)]) == there
+    with pytest.raises(RuntimeError, match="cannot be listed"):
+        store.clear()
+
+
+def vendor_has(store: AibrixStore, n: int) -> bool:
+    """By its API."""
+    return bool(store._manager.exists(None, store._hashes([key(n)], 16)).is_ok())

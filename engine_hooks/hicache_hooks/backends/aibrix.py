@@ -18,13 +18,14 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import msgspec
 
 from hicache_hooks.backends.aibrix_known import Known
+from hicache_hooks.backends.aibrix_look import L1View, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
@@ -74,6 +75,7 @@ class AibrixStore:
         self._upkeep = threading.Lock()
         self._tidy = Upkeep("aibrix")
         self._known = Known(enabled=options.keeps_all)
+        self._l1: L1View | None = None
 
     def open(self) -> None:
         """Make the manager.
@@ -92,6 +94,8 @@ class AibrixStore:
             os.makedirs(str(self._options.l2_options["shfs_root"]), mode=0o770, exist_ok=True)
         self._manager = make(self._page_bytes, self._options.settings(**ours), self._l1_bytes)
         self._hashes = importlib.import_module("aibrix_kvcache").BlockHashes
+        with suppress(AttributeError, ImportError):  # another version of the package: it is asked by its API
+            self._l1 = view(self._manager, BLOCK_TOKENS)
         self._state.opened()
 
     def register(self, pool: memoryview) -> None:
@@ -168,7 +172,9 @@ class AibrixStore:
         self._called()
         return int(status.get()) // BLOCK_TOKENS if status.is_ok() else 0
 
-    def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+    def batch_get(
+        self, keys: Sequence[str], pages: Sequence[memoryview], *, arrived: Callable[[str], None] = lambda key: None
+    ) -> list[Got]:
         """Raises as ``batch_put``, when not one page was read before; later pages are errors then."""
         todo = dict(zip(keys, pages, strict=True))
         got: dict[str, Got] = {}
@@ -176,7 +182,7 @@ class AibrixStore:
             self._check(pages)
             try:
                 if self._options.l2_backend in ENDS_AT_HOLES:
-                    self._read_fronts(todo, got)
+                    self._read_fronts(todo, got, arrived)
                 else:
                     self._read_asking(list(todo), todo, got)
             except Exception as exc:
@@ -186,12 +192,12 @@ class AibrixStore:
                 page[:] = todo[key]
         return [got[key] for key in keys]
 
-    def _read_fronts(self, todo: dict[str, memoryview], got: dict[str, Got]) -> None:
+    def _read_fronts(self, todo: dict[str, memoryview], got: dict[str, Got], arrived: Callable[[str], None]) -> None:
         """Nothing is asked first: a question costs a tenth of the read."""
         keys = list(todo)
         while keys:
             batch = keys[:BATCH]
-            read, status = self._copy_front(batch, [todo[key] for key in batch])
+            read, status = self._copy_front(batch, [todo[key] for key in batch], arrived=arrived)
             got.update((key, Got.HIT) for key in batch[:read])
             if not read and (status.is_timeout() or status.is_cancelled()):
                 raise TimeoutError("the aibrix connector did not answer in time")
@@ -208,7 +214,10 @@ class AibrixStore:
             else:
                 got.update((key, Got.MISS) for key in run)
 
-    def _copy_front(self, keys: list[str], pages: list[memoryview], *, all_or_none: bool = False) -> tuple[int, Any]:
+    def _copy_front(
+        self, keys: list[str], pages: list[memoryview], *,
+        all_or_none: bool = False, arrived: Callable[[str], None] = lambda key: None,
+    ) -> tuple[int, Any]:  # fmt: skip
         """How many of the first ``keys`` were copied into their pages, and the vendor's status."""
         status = self._manager.acquire(None, self._hashes(keys, BLOCK_TOKENS))
         self._called()
@@ -219,8 +228,9 @@ class AibrixStore:
             read = min(tokens // BLOCK_TOKENS, len(handle))
             if all_or_none and not read == len(handle) == len(keys):
                 return 0, status
-            for tensor, page in zip(handle.to_tensors()[:read], pages, strict=False):
+            for key, tensor, page in zip(keys, handle.to_tensors()[:read], pages, strict=False):
                 _tensor(page).copy_(tensor.view(-1))
+                arrived(key)
         finally:
             handle.release()
         return read, status
@@ -262,8 +272,8 @@ class AibrixStore:
 
     def _prefix(self, keys: list[str]) -> int:
         """How many of the first ``keys`` are stored without a gap."""
-        known = self._known.prefix(keys)
-        if known == len(keys):
+        known = self._known.prefix(keys) if self._l1 is None else self._l1.prefix(keys)
+        if known == len(keys) or (self._l1 is not None and not self._options.l2_backend):
             return known
         status = self._manager.exists(None, self._hashes(keys[known:], BLOCK_TOKENS))
         self._called()
@@ -315,33 +325,9 @@ class AibrixStore:
             RuntimeError: the connector has no way to list its pages.
         """
         with self._state.inside(), self._upkeep:
-            mine = [key for key in self._stored() if key.startswith(f"{self._namespace}.")]
+            mine = [key for key in stored(self._manager, self._l1) if key.startswith(f"{self._namespace}.")]
             self._remove(mine)
         return len(mine)
-
-    def _stored(self) -> set[str]:
-        """Every key there is. The vendor's API has no such thing, so this looks into what it keeps."""
-        found: set[str] = set()
-        l1 = getattr(self._manager, "_l1_cache", None)
-        if l1 is not None:
-            with l1._cond_lock:
-                found.update(str(key.query._data[-1]) for key in list(l1._eviction_policy._hashmap))
-        connector = getattr(getattr(self._manager, "_l2_cache", None), "_backend", None)
-        if connector is None:
-            return found
-        raw: list[bytes]
-        if connector.name in ("RocksDB", "Mock"):
-            raw = list(connector.store.keys())
-        elif connector.name == "SHFS":
-            raw = [
-                bytes.fromhex(name)
-                for _, _, names in os.walk(connector.root_path)
-                for name in names
-                if not name.endswith(".tmp")
-            ]
-        else:
-            raise RuntimeError(f"pages of the connector {connector.name} cannot be listed, so they cannot be cleared")
-        return found | {item.decode(errors="replace") for item in raw}
 
     def health(self) -> dict[str, Any]:
         """Facts for status.

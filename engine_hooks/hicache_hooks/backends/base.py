@@ -71,7 +71,11 @@ class Backend(Protocol):
         """
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
-        """Fill ``pages``; a page whose result is not HIT holds garbage."""
+        """Fill ``pages``; a page whose result is not HIT holds garbage.
+
+        It may take the keyword ``arrived``: to be called, on the same thread, with the key of each page that is in
+        its buffer for good, so that it is checked while it is in the processor's cache. Most stores cannot say.
+        """
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """Which keys are stored."""

@@ -8,8 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
+
 from hicache_hooks.backends import nixl_probe
-from hicache_hooks.backends.base import Got, Manifest, StoreContext
+from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
 from hicache_hooks.backends.nixl_agent import Transfers
 from hicache_hooks.backends.nixl_file import NixlFiles
 from hicache_hooks.backends.nixl_object import NixlObjects
@@ -143,8 +145,15 @@ def _mode(options: NixlOptions) -> str:
     return " posix_aio" if options.use_posix_aio else " aio"
 
 
+def manifest_of(options: NixlOptions, env: Mapping[str, str]) -> Manifest:
+    """Files are moved in larger calls: each registers its files, and makes and posts a transfer (0.15 ms and more)."""
+    if options.chosen not in FILE_PLUGINS:
+        return NixlStore.manifest
+    return msgspec.structs.replace(NixlStore.manifest, batch_bytes=LARGE_BATCH)
+
+
 SPEC = BackendSpec(
-    manifest=lambda options, env: NixlStore.manifest,
+    manifest=manifest_of,
     options=NixlOptions,
     create=NixlStore,
     missing=nixl_probe.missing,

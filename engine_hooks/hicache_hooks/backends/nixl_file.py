@@ -9,6 +9,7 @@ import functools
 import mmap
 import os
 import stat
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,9 @@ from hicache_proto.errors import PrepareFailed
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 BLOCK = 4096  # of O_DIRECT: the smallest that every file system takes
+TOUCH_S = (
+    60.0  # a page read again within it is not marked as used again: a write to its inode at each read, for nothing
+)
 
 
 class _Directory:
@@ -180,7 +184,7 @@ class NixlFiles:
         return done
 
     def _temporary(self, item: _Directory, stack: ExitStack, page: memoryview) -> tuple[str, int]:
-        flags = _WRITE | item.flags(_aligned(page))
+        flags = _WRITE | item.flags(item.direct and _aligned(page))
         name = item.temp.name()
         try:
             fd = os.open(name, flags, FILE_MODE)
@@ -224,18 +228,26 @@ class NixlFiles:
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """See ``Backend.batch_get``."""
         results = [Got.MISS] * len(keys)
-        with ExitStack() as stack:
-            there: list[tuple[int, int]] = []
+        there: list[tuple[int, int]] = []
+        old: set[int] = set()  # descriptors
+        before = time.time() - TOUCH_S
+        try:
             for i, key in enumerate(keys):
-                fd, results[i] = self._open_page(key, stack, pages[i])
+                fd, results[i], mtime = self._open_page(key, pages[i])
                 if fd >= 0:
                     there.append((i, fd))
+                    if mtime < before:
+                        old.add(fd)
             if there:
                 for (i, fd), good in zip(there, self._read(pages, there), strict=True):
                     results[i] = Got.HIT if good else Got.ERROR
-                    if good:
+                    if good and fd in old:
                         with suppress(OSError):  # recency for the cleaner
                             os.utime(fd)
+        finally:
+            for _, fd in there:
+                with suppress(OSError):
+                    os.close(fd)
         return results
 
     def _read(self, pages: Sequence[memoryview], there: list[tuple[int, int]]) -> list[bool]:
@@ -254,20 +266,22 @@ class NixlFiles:
                 good.append(False)
         return good
 
-    def _open_page(self, key: str, stack: ExitStack, page: memoryview) -> tuple[int, Got]:
+    def _open_page(self, key: str, page: memoryview) -> tuple[int, Got, float]:
+        """Descriptor (-1: none), result so far, time of the last change."""
         item = self._directory(key)
+        fd = -1
         try:
-            fd = os.open(item.paths.page(key), _READ | item.flags(_aligned(page)))
-        except FileNotFoundError:
-            return -1, Got.MISS
-        except OSError:
-            return -1, Got.ERROR
-        stack.callback(os.close, fd)
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size != self._page_bytes:
+            fd = os.open(item.paths.page(key), _READ | item.flags(item.direct and _aligned(page)))
+            info = os.fstat(fd)
+        except OSError as exc:
+            if fd >= 0:
+                os.close(fd)
+            return -1, Got.MISS if isinstance(exc, FileNotFoundError) else Got.ERROR, 0.0
+        if info.st_size != self._page_bytes or not stat.S_ISREG(info.st_mode):
+            os.close(fd)
             self.set_aside(key)
-            return -1, Got.MISS
-        return fd, Got.MISS
+            return -1, Got.MISS, 0.0
+        return fd, Got.MISS, info.st_mtime
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """A file of another length does not count."""
@@ -332,6 +346,8 @@ class NixlFiles:
     # ------------------------------------------------------------ places
 
     def _directory(self, key: str) -> _Directory:
+        if len(self._dirs) == 1:
+            return self._dirs[0]
         return self._dirs[zlib.crc32(key.encode("utf-8", "surrogatepass")) // 256 % len(self._dirs)]
 
     def _by_directory(self, keys: list[str]) -> list[tuple[_Directory, list[str]]]:

@@ -1,6 +1,10 @@
 """Host pages <-> a store: seals before a put, checks after a get, one batch at a time. Runs on worker threads.
 
 A page that fails its check is a miss and is set aside, so that it is not read again (F80, F81).
+
+A store that says when each page has arrived gets it checked there and then, while its bytes are in the processor's
+cache: a look at 1 MiB costs half of one after a batch of 32. Where calls wait for turns, pages are checked after the
+turn instead, beside the next call.
 """
 
 from collections.abc import Sequence
@@ -48,6 +52,7 @@ class PageIo:
         manifest = self._guard.manifest if self._guard is not None else None
         calls = manifest.calls if manifest is not None else 0
         self._gets, self._puts = Turns(calls), Turns(calls)  # sums are made and checked outside: beside another call
+        self._early = self._guard is not None and calls == 0
         self._takes_prefix = {
             name: takes(getattr(store, name), "prefix_keys") for name in ("batch_put", "batch_get", "batch_exists")
         }
@@ -66,10 +71,14 @@ class PageIo:
             return [False] * len(keys)
         buffers = self._host.buffers(pages, STAGING_WAIT_S)
         try:
+            early = _Early(self._pages, keys, buffers.views) if self._early else None
+            extra = self._extra("batch_get", prefix_keys)
+            if early is not None:
+                extra["arrived"] = early.arrived
             with self._gets.one():
-                results = self._store.batch_get(keys, buffers.views, **self._extra("batch_get", prefix_keys))
+                results = self._store.batch_get(keys, buffers.views, **extra)
             good = [
-                got == Got.HIT and self._sound(key, view)
+                got == Got.HIT and self._sound(key, view, early)
                 for key, view, got in zip(keys, buffers.views, results, strict=True)
             ]
             buffers.push(good)
@@ -77,8 +86,9 @@ class PageIo:
             buffers.release()
         return good
 
-    def _sound(self, key: str, view: memoryview) -> bool:
-        reason = self._pages.check(view, key)
+    def _sound(self, key: str, view: memoryview, early: "_Early | None") -> bool:
+        known = early is not None and early.checked(key, view)
+        reason = early.reasons[key] if early is not None and known else self._pages.check(view, key)
         if reason is not None:
             self._store.set_aside(key, reason)
         return reason is None
@@ -96,3 +106,20 @@ class PageIo:
                 return self._store.batch_put(keys, buffers.views, **self._extra("batch_put", prefix_keys))
         finally:
             buffers.release()
+
+
+class _Early:
+    """Checks of the pages of one read, made when the store says that they are there."""
+
+    def __init__(self, pages: PageFormat, keys: Sequence[str], views: Sequence[memoryview]) -> None:
+        self._pages = pages
+        self._views = dict(zip(keys, views, strict=True))
+        self.reasons: dict[str, str | None] = {}
+
+    def arrived(self, key: str) -> None:
+        """The page of ``key`` is in its buffer. May raise for a key that nobody asked for."""
+        self.reasons[key] = self._pages.check(self._views[key], key)
+
+    def checked(self, key: str, view: memoryview) -> bool:
+        """True when this very buffer was looked at; a key that is asked for twice has two."""
+        return key in self.reasons and self._views[key] is view

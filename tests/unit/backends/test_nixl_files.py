@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 
 from hicache_hooks.backends import nixl_cleaner, nixl_file
-from hicache_hooks.backends.base import Got, StoreContext
+from hicache_hooks.backends.base import LARGE_BATCH, Got, StoreContext
 from hicache_hooks.backends.file_paths import StorePaths
+from hicache_hooks.backends.nixl import NixlStore, manifest_of
 from hicache_hooks.backends.nixl_agent import TransferFailed
 from hicache_hooks.backends.nixl_cleaner import Cleaner
-from hicache_hooks.backends.nixl_file import NixlFiles
+from hicache_hooks.backends.nixl_file import TOUCH_S, NixlFiles
 from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_proto.errors import PrepareFailed
 
@@ -232,3 +234,25 @@ def test_the_cleaner_runs_and_stops(tmp_path: Path, mover: Mover, monkeypatch: p
         thread.join(0.01)
     store.close()
     assert not thread.is_alive()
+
+
+def test_a_read_marks_a_page_as_used_once_a_minute(store: NixlFiles, tmp_path: Path) -> None:
+    """For the cleaner. Within the minute a read writes nothing to the page's inode."""
+    paths = StorePaths(str(tmp_path / "kv"), "ns")
+    store.put([key(1), key(2)], [page(1), page(2)])
+    now = time.time()
+    for number, age_s in ((1, TOUCH_S / 2), (2, 2 * TOUCH_S)):
+        os.utime(paths.page(key(number)), (now - age_s, now - age_s))
+    assert store.get([key(1), key(2)], [page(0), page(0)]) == [Got.HIT] * 2
+    ages_s = [now - os.stat(paths.page(key(number))).st_mtime for number in (1, 2)]
+    assert ages_s[0] == pytest.approx(TOUCH_S / 2, abs=0.01)
+    assert ages_s[1] < TOUCH_S
+
+
+def test_files_are_moved_in_larger_calls_than_objects() -> None:
+    """A call registers its files and posts a transfer; each object is a transfer of its own anyway."""
+    batch_bytes = {
+        name: manifest_of(NixlOptions(plugin={name: {}}), {}).batch_bytes for name in ("posix", "gds", "obj")
+    }
+    assert batch_bytes == {"posix": LARGE_BATCH, "gds": LARGE_BATCH, "obj": NixlStore.manifest.batch_bytes}
+    assert NixlStore.manifest.batch_bytes < LARGE_BATCH
