@@ -1,6 +1,7 @@
 """Who restarts, and what is true afterwards: the sidecar, the engine, one rank; first contact, drift, broken disks."""
 
 import contextlib
+import shutil
 
 import msgspec
 import pytest
@@ -318,6 +319,20 @@ async def test_full_disk_refuses_before_anything_moves(tmp_path):
         assert stub.settled()
         disk.full = False
         assert (await side.attach("mem", swap=True)).changed
+
+
+async def test_a_state_directory_that_is_gone_refuses_before_anything_moves(tmp_path):
+    """Not written into a file that no start would find; and the daemon lives."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        shutil.rmtree(side.journal.path.parent)
+        for _ in range(2):
+            with pytest.raises(HicacheError) as refused:
+                await side.attach()
+            assert (refused.value.details["reason"], refused.value.retryable) == ("journal_gone", False)
+        assert stub.settled()
+        assert side.journal.pending is None
+        side.journal.path.parent.mkdir(mode=0o700)
+        assert (await side.attach()).changed
 
 
 class DyingDisk(Disk):

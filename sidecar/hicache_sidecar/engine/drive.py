@@ -47,6 +47,7 @@ from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
 from hicache_sidecar.engine.settings import EngineSettings
 from hicache_sidecar.engine.waiting import Alarm, Blocking, IdleWatch
+from hicache_sidecar.store.errors import NEVER_BEGAN
 from hicache_sidecar.store.journal import Journal
 
 BUILDER_BUSY_RETRY_S = 0.25  # an older builder still runs: ask again, until the operation's deadline
@@ -253,7 +254,7 @@ class Drive:
         try:
             await trio.to_thread.run_sync(write)
         except HicacheError as exc:
-            if exc.details.get("reason") != "disk_full":
+            if exc.details.get("reason") not in NEVER_BEGAN:
                 raise  # the journal is broken: only a restart knows what is on disk
             self.outcome.cause = exc
             self._post(CoordEvent(See.NOT_DURABLE, detail=exc.message))

@@ -20,6 +20,7 @@ from hicache_sidecar.engine.drive import Drive
 from hicache_sidecar.engine.goals import Goal
 from hicache_sidecar.engine.moves import Move, Outcome
 from hicache_sidecar.engine.operation import Job
+from hicache_sidecar.store.errors import NEVER_BEGAN
 
 CONVERGE_WAIT_S = 30.0  # drain time of a convergence
 SETTLE_S = 0.2  # for the last heartbeats, before a failed operation's ranks are looked at
@@ -174,7 +175,7 @@ class Transactor:
             error.details.setdefault("rolled_back", True)
         error.operation_id = job.id
         error.details["ranks"] = [msgspec.to_builtins(r) for r in job.results()]
-        if drive.rec.n and error.details.get("reason") != "disk_full":
+        if drive.rec.n and error.details.get("reason") not in NEVER_BEGAN:
             await self._record_a(job, {"error": _clean_body(job, error)}, error.message)
         raise error
 

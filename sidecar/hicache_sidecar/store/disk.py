@@ -35,6 +35,10 @@ class Disk:
             data += chunk
         return bytes(data)
 
+    def linked(self, fd: int) -> bool:
+        """Whether the file still has a name."""
+        return os.fstat(fd).st_nlink > 0
+
     def size(self, fd: int) -> int:
         """Bytes, reserved ones included."""
         return os.fstat(fd).st_size

@@ -60,6 +60,21 @@ class JournalFull(StoreError):
         )
 
 
+class JournalGone(JournalFull):
+    """The state directory was removed under the running daemon: what is written now, no start would find."""
+
+    retryable = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "its directory was removed")
+        self.details["reason"] = "journal_gone"
+        self.hint = "restart the daemon: it begins a new journal with what the ranks prove"
+
+
+# ``details.reason`` where a record was refused and the operation never began.
+NEVER_BEGAN = ("disk_full", "journal_gone")
+
+
 class JournalFailed(StoreError):
     """A write or fsync failed: what is on disk is unknown until it is read again. The daemon must end its process.
 

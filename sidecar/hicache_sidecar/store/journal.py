@@ -16,6 +16,7 @@ Errors of a write or fsync are final: every later call raises ``JournalFailed`` 
 All methods are synchronous and may be called from any thread, one at a time or not; a lock keeps them apart.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -28,7 +29,7 @@ from hicache_proto.model import TargetState
 from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.store import frames, snapshot
 from hicache_sidecar.store.disk import Disk
-from hicache_sidecar.store.errors import JournalFailed, JournalFull
+from hicache_sidecar.store.errors import JournalFailed, JournalFull, JournalGone
 from hicache_sidecar.store.lock import StateDirLock
 from hicache_sidecar.store.records import (
     Adopt,
@@ -42,6 +43,8 @@ from hicache_sidecar.store.records import (
 )
 
 JOURNAL_NAME = snapshot.JOURNAL_NAME
+log = logging.getLogger("hicache.store")
+
 COMPACT_BYTES = 1024 * 1024  # a file larger than twice its snapshot and this is written anew at the next BEGIN
 
 
@@ -301,8 +304,11 @@ class Journal:
         self._ledger.check(record)
 
     def _append(self, record: Record, *, may_compact: bool = False) -> None:
+        """A record that begins something. An outcome goes to the file that has its BEGIN, whatever became of that."""
         self._ready(record)
-        if may_compact and self._end > max(COMPACT_BYTES, 2 * self._base):
+        if not self._disk.linked(self._fd):
+            self._name_again()
+        elif may_compact and self._end > max(COMPACT_BYTES, 2 * self._base):
             self._compact()
         blob = frames.frame(self._seq + 1, encode(record))
         self._make_room(len(blob), self._reserve_for(record))
@@ -358,6 +364,15 @@ class Journal:
         why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         self._failed = JournalFailed(self.path, why)
         return self._failed
+
+    def _name_again(self) -> None:
+        """Somebody removed the file: what it said is known here, so it is written anew."""
+        if not self.path.parent.is_dir():
+            raise JournalGone(self.path)
+        log.error("journal %s was removed while it was in use; it is written anew", self.path)
+        self._compact()
+        if not self._disk.linked(self._fd):
+            raise JournalFull(self.path, "it was removed, and there is no space for a new one")
 
     def _compact(self) -> None:
         """Write the file anew. Without space the old file serves on; BEGIN will say so if it needs more."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from tests.unit.store.disks import DETACHED, FILE, NIXL, begin, commit
 
 from hicache_sidecar.store import frames, ledger, snapshot
-from hicache_sidecar.store.errors import JournalFailed, StateDirLocked, StateDirUnsafe
+from hicache_sidecar.store.errors import NEVER_BEGAN, JournalFailed, JournalGone, StateDirLocked, StateDirUnsafe
 from hicache_sidecar.store.journal import COMPACT_BYTES, Journal
 from hicache_sidecar.store.ledger import HISTORY_ROWS, Illogical
 from hicache_sidecar.store.records import ADOPTED, COMMITTED, ROLLED_BACK
@@ -35,6 +36,37 @@ def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
     assert journal.next_n() == 1
     assert journal.next_n([3, 7]) == 8
     journal.close()
+
+
+def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:
+    """What is fsynced into a file without a name, no start would find: secrets, history and keys would be lost."""
+    journal = Journal.open(tmp_path)
+    commit(journal, 1, FILE, request_key="k1", body_digest="d1")
+    journal.path.unlink()
+    commit(journal, 2, NIXL)
+    journal = reopened(journal, tmp_path)
+    assert journal.desired == (NIXL, 2)
+    assert [row.n for row in journal.history] == [1, 2]
+    journal.path.unlink()
+    begin(journal, 3, FILE)
+    journal.path.unlink()
+    journal.outcome_b(3, {})  # goes where its BEGIN is: this one is known to the ranks alone
+    journal.set("name", "value")
+    assert reopened(journal, tmp_path).desired == (FILE, 3)
+
+
+def test_a_directory_that_was_removed_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    root = tmp_path / "state"
+    journal = Journal.open(root)
+    commit(journal, 1, FILE)
+    shutil.rmtree(root)
+    with pytest.raises(JournalGone) as caught:
+        begin(journal, 2, NIXL)
+    assert caught.value.details["reason"] in NEVER_BEGAN
+    assert (journal.pending, journal.last_n) == (None, 1)
+    root.mkdir(mode=0o700)
+    commit(journal, 2, NIXL)
+    assert reopened(journal, root).desired == (NIXL, 2)
 
 
 def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
