@@ -11,7 +11,9 @@ from tests.rigs.stub_engine import StubEngine
 from tests.rigs.stub_link import NEVER
 
 from hicache_proto import api
-from hicache_proto.errors import HicacheError, InvalidRequest
+from hicache_proto.errors import HicacheError, InvalidRequest, PrepareFailed
+from hicache_sidecar.engine.drive import Drive
+from hicache_sidecar.engine.transact import Transactor
 from hicache_sidecar.store.disk import Disk
 
 # The sidecar's death in these tests is the end of its tasks without a word to any rank, which is what a rank sees
@@ -302,6 +304,31 @@ class FullDisk(Disk):
         if self.full:
             raise OSError(28, "No space left on device")
         super().reserve(fd, offset, size)
+
+
+@pytest.mark.parametrize("where", ["prepare", "commit"])
+async def test_a_defect_in_mid_operation_is_settled_like_a_crash(tmp_path, monkeypatch, where):
+    """A BEGIN without an outcome would refuse every later operation until the next start of the daemon."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+
+        def defect(*_args):
+            monkeypatch.undo()
+            raise RuntimeError("scripted")
+
+        if where == "prepare":
+            stub.ranks[1].set(build_error=PrepareFailed("cannot"))
+            monkeypatch.setattr(Transactor, "_stuck", defect)
+        else:
+            monkeypatch.setattr(Drive, "_fsync_outcome", defect)
+        with pytest.raises(HicacheError) as caught:
+            await side.attach(config='{"path": "/a"}')
+        assert caught.value.code == "internal"
+        stub.ranks[1].set(build_error=None)
+        await side.until(lambda: side.journal.pending is None and not side.coordinator.ctx.recovering)
+        await stub_sees(stub, stub.settled)
+        want = None if where == "prepare" else "file"
+        assert stub.backends == {0: want, 1: want}
+        assert (await side.attach("mem", swap=True)).changed
 
 
 async def test_full_disk_refuses_before_anything_moves(tmp_path):

@@ -40,25 +40,30 @@ class Restart:
 
     def __init__(self, ctx: Context, changes: Changes) -> None:
         self.ctx, self.changes = ctx, changes
-        pending, desired = ctx.book.pending, ctx.book.desired
+        self._news = trio.lowlevel.ParkingLot()
+        self._pace = Pace(random.uniform)
+        self._begin()
+        if ctx.book.pending is None and ctx.book.desired is None:
+            ctx.recovering = "the ranks' state is not known yet"
+
+    def _begin(self) -> None:
+        """From what the journal holds, as after a crash."""
+        ctx, pending, desired = self.ctx, self.ctx.book.pending, self.ctx.book.desired
         self.recovery = Recovery(
             pending=None if pending is None else (pending.n, frozenset(pending.participants)),
             revision=desired[1] if desired else None,
             leave=ctx.settings.on_engine_restart == "leave",
         )
         self._lease_over_at = trio.current_time() + ctx.settings.in_doubt_s
-        self._news = trio.lowlevel.ParkingLot()
         self._dirty = True
-        self._pace = Pace(random.uniform)
         if pending is not None:
             ctx.recovering = f"operation {pending.operation_id} ({pending.kind}) has no outcome on record"
-        elif desired is None:
-            ctx.recovering = "the ranks' state is not known yet"
 
     async def run(self) -> None:
         """Recover now, and after every session that begins or ends."""
         ctx = self.ctx
         ctx.registry.on_session.append(self._on_session)
+        ctx.on_end.append(self._on_end)
         while True:
             while ctx.running is not None:  # an operation settles its own participants
                 await ctx.running.done.wait()
@@ -68,6 +73,14 @@ class Restart:
                 continue
             if not self._dirty:
                 await self._rest()
+
+    def _on_end(self, job: Job) -> None:
+        """An operation that ended by a defect of ours may have left its BEGIN without an outcome. Nobody could begin
+        another one then, and ranks may still hold: it is settled like a crash."""
+        if self.ctx.book.pending is not None and self.recovery.pending is None:
+            log.error("operation %s left no outcome: recovery settles it", job.id)
+            self._begin()
+            self._news.unpark_all()
 
     def _on_session(self, session: Session) -> None:
         if session.hello.role == "rank":
