@@ -25,7 +25,7 @@ from hicache_sidecar.daemon.activation import Inherited
 from hicache_sidecar.daemon.config import ConfigError
 from hicache_sidecar.daemon.live import Live
 from hicache_sidecar.daemon.notify import Notifier
-from hicache_sidecar.daemon.paths import prepare_runtime_dir
+from hicache_sidecar.daemon.paths import PublicPaths, prepare_runtime_dir
 from hicache_sidecar.daemon.settings import Settings, split_address
 from hicache_sidecar.engine.coordinator import Coordinator
 from hicache_sidecar.engine.coordinator import serve as serve_engine
@@ -214,8 +214,11 @@ class Daemon:
         self._notifier.ready()
 
     async def _show_status(self, coordinator: Coordinator) -> None:
+        paths = PublicPaths([self._settings.control_path, Path(self._settings.runtime_dir) / "hooks.sock"])
         while True:
-            self._notifier.status(status_text(coordinator))
+            gone = paths.gone()
+            text = status_text(coordinator)
+            self._notifier.status(f"{text}, {' and '.join(gone)} gone: restart" if gone else text)
             await trio.sleep(STATUS_S)
 
     async def _watch_signals(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hicache_sidecar.core.actor import Role
 from hicache_sidecar.daemon.config import ConfigError, load
 from hicache_sidecar.daemon.live import Live
-from hicache_sidecar.daemon.paths import PathError, prepare_runtime_dir
+from hicache_sidecar.daemon.paths import PathError, PublicPaths, prepare_runtime_dir
 from hicache_sidecar.daemon.settings import Settings
 
 
@@ -76,3 +76,18 @@ def test_reload_changes_access_and_tokens_or_nothing(tmp_path: Path, caplog: pyt
 def test_unknown_names_in_access_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no user is named"):
         Live(load({}, {"HICACHE_SIDECAR_ACCESS_USERS": "no-such-user=viewer"}))
+
+
+def test_a_socket_name_that_was_taken_away_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing else would tell it: whoever is connected goes on, whoever comes finds nobody."""
+    one, other = tmp_path / "control.sock", tmp_path / "hooks.sock"
+    one.touch()
+    other.touch()
+    paths = PublicPaths([one, other])
+    assert paths.gone() == []
+    one.unlink()
+    assert [paths.gone(), paths.gone()] == [["control.sock"], ["control.sock"]]
+    (tmp_path / "new").touch()
+    (tmp_path / "new").rename(other)
+    assert paths.gone() == ["control.sock", "hooks.sock"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
