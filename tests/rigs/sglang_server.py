@@ -29,6 +29,7 @@ FLAGS = {
     # A spinning scheduler with the Python tree, and storage from its own command line.
     "startup": ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"],
 }
+STORES = ("PlainStore", "OneRankFails", "SlowStart", "FailingStore", "HangingGet", "HangingPages", "OddStore")
 RANKS = {"tp1": 1, "tp2": 2, "dp2": 2, "dpattention": 2, "startup": 1}
 HIT = 1984  # of a prompt of 2048 tokens: its last page is always computed
 
@@ -146,10 +147,7 @@ class Stack:
         self._restarts += 1
         process = self.processes.start(f"sglang-{self.topology}-{self._restarts}", argv, {
             "HICACHE_SIDECAR": self.sidecar.endpoint,
-            "HICACHE_DYNAMIC_BACKENDS": ",".join(
-                f"rig_stores:{name}"
-                for name in ("PlainStore", "OneRankFails", "SlowStart", "FailingStore", "HangingGet", "HangingPages")
-            ),
+            "HICACHE_DYNAMIC_BACKENDS": ",".join(f"rig_stores:{name}" for name in STORES),
             "PYTHONPATH": f"{self._hooks}:{RIG / 'stores'}",
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "",
             **(self._startup_env() if self.topology == "startup" else {}),

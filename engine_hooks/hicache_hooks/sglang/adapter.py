@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hicache_hooks.cache.config import Running, compare, knob_warnings
@@ -17,7 +18,7 @@ from hicache_hooks.sglang.config import FILE, FILE_PATH_KEY, EngineConfig, check
 from hicache_hooks.sglang.idle import idle_report
 from hicache_hooks.sglang.install import Installer
 from hicache_hooks.sglang.live_state import LiveState
-from hicache_hooks.sglang.parked import LiveChange, Parked
+from hicache_hooks.sglang.parked import ANYTHING, LiveChange, Parked
 from hicache_hooks.sglang.threads import StorageThreads
 from hicache_proto.errors import Internal, InvalidRequest, LayoutUnsupported, UnsupportedByEngine
 from hicache_proto.model import (
@@ -148,17 +149,17 @@ class SglangAdapter:
     def build(self, target: TargetState, cancelled: Callable[[], bool]) -> object:
         """See ``EngineAdapter``."""
         self._refuse()
-        current = self._live.running()
+        base, current = self._live.backend(), self._live.running()
         running = self._resolve(target, current)
         if compare(current, running).relation in ("same", "live"):
-            return LiveChange(running)
+            return LiveChange(running, base)
         if running.config is not None:
             self._check_layout(running.config.backend)
         self._backfill.restart()
         parked = self._builder.build(running, cancelled)
         if running.config is not None and not self._controller.enable_storage:
             self._backfill.native()
-        return parked
+        return replace(parked, base=base)
 
     def close(self, parked: object, timeout_s: float) -> list[str]:
         """Close a backend that nothing uses any more, once no call is inside it (F23, F117)."""
@@ -247,6 +248,12 @@ class SglangAdapter:
             )
 
     def _replace(self, old: Parked, new: object) -> object:
+        if isinstance(new, Parked | LiveChange) and new.base is not ANYTHING and new.base is not old.backend:
+            raise Internal(
+                "the engine's own API changed its storage while this operation was prepared",
+                details={"reason": "changed_meanwhile"},
+                hint="look at the drift, resolve it, and repeat",
+            )
         match new:
             case Parked():
                 self._installer.install(new)

@@ -75,10 +75,14 @@ class SchedulerRank:
         self._pulse = Pulse(self._waker, self._wanted, afterglow_s, self._patient)
         self._pulse.start()
         self.hook.agent.start()
-        atexit.register(self.hook.close, "the engine stops")
+        atexit.register(self._close)
         log.info("hicache hooks: rank %d talks to %s", place.rank, endpoint)
         for problem in problems:
             log.error("hicache hooks: nothing can be attached: %s", problem)
+
+    def _close(self) -> None:
+        self.pull.quiet.end()  # there may be no sleep any more, and the end waits for other threads
+        self.hook.close("the engine stops")
 
     def _wake(self) -> None:
         self._waker.wake()

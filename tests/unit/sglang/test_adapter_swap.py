@@ -1,5 +1,6 @@
 """What a swap does beside moving the object: the guard's live keys, and the counters."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hicache_hooks.guard_settings import GuardSettings
 from hicache_hooks.sglang.adapter import SglangAdapter
 from hicache_hooks.sglang.config import make_config
 from hicache_hooks.sglang.parked import LiveChange, Parked
-from hicache_proto.errors import InvalidConfig
+from hicache_proto.errors import Internal, InvalidConfig
 from hicache_proto.model import TargetState
 
 
@@ -61,6 +62,28 @@ def test_each_set_brings_its_guards_settings_and_takes_them_back(adapter: Sglang
     assert a.backend._core.settings.deadline_s == 3.0
     adapter.swap(b)
     assert b.backend._core.settings.deadline_s == 4.0
+
+
+@pytest.mark.parametrize("what", ["set", "detach", "policies"])
+def test_only_what_prepare_saw_is_replaced(adapter: SglangAdapter, what: str) -> None:
+    """The engine's own PUT or DELETE came while a backend was built: nothing of it is closed or left out silently."""
+    a, b, stranger = parked(3.0), parked(4.0), parked(5.0)
+    adapter.swap(a)
+    new = {
+        "set": replace(b, base=a.backend),
+        "detach": Parked(Running(None, Knobs()), base=a.backend),
+        "policies": LiveChange(a.running, a.backend),
+    }[what]
+    for meanwhile in (stranger, Parked(Running(None, Knobs()))):
+        adapter._live.installed(meanwhile)
+        with pytest.raises(Internal) as caught:
+            adapter.swap(new)
+        assert caught.value.details["reason"] == "changed_meanwhile"
+        assert adapter._live.backend() is meanwhile.backend
+    adapter._live.installed(a)
+    old = adapter.swap(new)
+    adapter.swap_back(old)
+    assert adapter._live.backend() is a.backend
 
 
 def test_an_undo_counts_nothing_twice(adapter: SglangAdapter) -> None:

@@ -29,10 +29,13 @@ class OneRankFails(PlainStore):
 
 
 class SlowStart(PlainStore):
-    """Takes 3 seconds to construct, as a store that maps and registers memory does."""
+    """Takes 3 seconds to construct, as a store that maps and registers memory does; says that it has begun."""
 
     def __init__(self, storage_config, kwargs):
         super().__init__(storage_config, kwargs)
+        os.makedirs(self.file_path, exist_ok=True)
+        with open(f"{self.file_path}/begun-{storage_config.tp_rank}", "w"):
+            pass
         time.sleep(float(self.options.get("start_s", 3.0)))
 
 
@@ -62,6 +65,55 @@ class HangingGet(PlainStore):
         while os.path.exists(self.options["hang_file"]) and time.monotonic() < limit:
             time.sleep(0.01)
         return super().batch_get(keys, target_locations, target_sizes)
+
+
+class Nameless(BaseException):
+    """An exception that cannot be shown, and that `except Exception` does not catch."""
+
+    def __str__(self):
+        raise SystemExit("no text")
+
+    __repr__ = __str__
+
+
+ODD = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "nameless": Nameless, "stop": GeneratorExit}
+
+
+class OddStore(PlainStore):
+    """Fails as native clients do: raises what nobody expects, or hangs, where its options say.
+
+    `odd_in` names a method, or `start` for the constructor; it raises `odd_what` (see `ODD`), or, where that is `hang`,
+    does not return while the file `odd_file` exists. Methods do so only while that file exists.
+    """
+
+    def __init__(self, storage_config, kwargs):
+        super().__init__(storage_config, kwargs)
+        self._odd("start")
+
+    def _odd(self, place):
+        what, flag = self.options.get("odd_what"), self.options["odd_file"]
+        if self.options.get("odd_in") != place or not os.path.exists(flag):
+            return
+        if what != "hang":
+            raise ODD[what]
+        limit = time.monotonic() + HANG_LIMIT_S
+        while os.path.exists(flag) and time.monotonic() < limit:
+            time.sleep(0.01)
+
+    def batch_exists(self, keys, extra_info=None):
+        self._odd("exists")
+        return super().batch_exists(keys, extra_info)
+
+    def batch_get(self, keys, target_locations=None, target_sizes=None):
+        self._odd("get")
+        return super().batch_get(keys, target_locations, target_sizes)
+
+    def batch_set(self, keys, values=None, target_locations=None, target_sizes=None):
+        self._odd("set")
+        return super().batch_set(keys, values, target_locations, target_sizes)
+
+    def close(self):
+        self._odd("close")
 
 
 class HangingPages(PlainStore):
