@@ -1,5 +1,8 @@
 """Why an operation did not reach B: from the table's event to the error that the client reads. Pure."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from hicache_proto.errors import (
     DeadlineExceeded,
     HicacheError,
@@ -38,8 +41,10 @@ def cause_of(
     verb: str,
     drain: bool,
     checkpoint: bool = False,
+    told: Mapping[int, str] = MappingProxyType({}),
 ) -> HicacheError:
-    """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed."""
+    """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed, and
+    ``told`` what one of them last said against it."""
     details: dict[str, object] = {"phase": phase.value}
     if error is not None:
         details |= error.details
@@ -56,7 +61,7 @@ def cause_of(
             details=details | {"silent_ranks": silent, "reason": "checkpoint_late"},
         )
     if event.see is See.TIMEOUT:
-        return _late(phase, event, silent, blockers, details, verb=verb, drain=drain)
+        return _late(phase, event, silent, blockers, details, verb=verb, drain=drain, told=told)
     if phase is CoordPhase.PREPARE:
         return PrepareFailed(event.detail or "a rank could not prepare", details=details)
     if phase is CoordPhase.FREEZE and isinstance(error, UnsupportedByEngine | PrepareFailed):
@@ -75,6 +80,7 @@ def _late(
     *,
     verb: str,
     drain: bool,
+    told: Mapping[int, str],
 ) -> HicacheError:
     if phase is CoordPhase.WAIT and not drain:
         return busy(verb, blockers, "the wait for idle ran out")
@@ -85,7 +91,7 @@ def _late(
             f"{verb}: still draining when {event.detail or 'time was up'}; blocked by {names}{stalled}",
             details=details | {"blocked_by": rows(blockers), "reason": "still_draining", "progress": progress},
         )
-    joined = "; ".join(f"rank {rank}: no reply" for rank in silent)
+    joined = "; ".join(f"rank {rank}: {told.get(rank, 'no reply')}" for rank in silent)
     if phase is CoordPhase.PREPARE:
         details |= {"reason": "prepare_late"}
     return DeadlineExceeded(

@@ -313,6 +313,7 @@ class Drive:
         reason = error.details.get("reason")
         match body:
             case Prepare() if reason == "builder_busy" and what is Said.UNKNOWN:
+                self.job.result(rank, False, error.message)
                 self.senders.again(rank, BUILDER_BUSY_RETRY_S)
                 return
             case Freeze() if error.code == "not_idle":
@@ -390,7 +391,8 @@ class Drive:
         if self.outcome.cause is None and not (self.move.dry_run and event.detail == "dry run"):
             error = self._errors.get(event.rank)
             silent = sorted(before.participants - before.have)
+            told = {rank: row.message for rank, row in self.job.ranks.items() if not row.success}
             self.outcome.cause = causes.cause_of(
                 before.phase, event, error, silent, self.blocking.all(), verb=self.job.verb, drain=before.drain,
-                checkpoint=self.move.checkpoint,
+                checkpoint=self.move.checkpoint, told=told,
             )  # fmt: skip

@@ -185,6 +185,15 @@ def test_every_end_has_its_code(phase, see, options, code):
         assert "rank 3: no reply" in error.message
 
 
+def test_a_rank_that_said_why_it_cannot_begin_is_not_called_silent():
+    """An older builder that still runs is asked again until time is up; its rank did reply."""
+    event = CoordEvent(See.TIMEOUT)
+    told = {1: "the builder of operation 3 has not ended yet"}
+    error = causes.cause_of(CoordPhase.PREPARE, event, None, [0, 1], [], verb="attach", drain=False, told=told)
+    assert error.details["reason"] == "prepare_late"
+    assert "rank 0: no reply; rank 1: the builder of operation 3 has not ended yet" in error.message
+
+
 def test_the_ranks_reason_comes_through():
     """details.reason of the rank's own error is what the client reads."""
     error = PrepareFailed("x", details={"reason": "canary_mismatch"})
