@@ -1,7 +1,7 @@
 """Every storage backend beside the store's own client loop, in the same process and run, on the same pages.
 
 256 pages of 1 MiB. Targets (issue 5): at least 0.6 of the client's own rate with the checksum on, 0.85 with it off. A
-store that this machine lacks is left out by name.
+store that this machine lacks is left out by name. ``HICACHE_BENCH_STORES=NAME,NAME`` measures these alone.
 """
 
 import json

@@ -144,6 +144,13 @@ class Ours:
             raise RuntimeError("not idle")
         self.host._buffers.fill_(0x55)
 
+    def clear(self) -> None:
+        """Empty the store through its guard, which would else find that the store lost all it held (F70)."""
+        guard = self._ctl.storage.guard
+        if guard is None:
+            raise RuntimeError("no store")
+        guard.clear()
+
     def get(self) -> None:
         self._round += 1
         rid = f"r{self._round}"

@@ -1,7 +1,8 @@
 """The process that measures one store for ``bench_backends.py``: ours and the store's own client, in turn.
 
 Ours is the whole way of the engine: controller, worker threads, page hashes, guard, and the trailer with or without
-its checksum. Each round uses new keys, since several stores keep what they have.
+its checksum. Each round uses new keys, since several stores keep what they have. Both sides put noise (a store may
+compress), wipe the pages between put and get (a store goes on working after a put), and must get the same bytes back.
 """
 
 import json
@@ -84,12 +85,17 @@ def measure(name: str, config: dict[str, Any], page_format: type[PageFormat], ro
             found["get"] = timed(ours.get)
             ours.verify()
             ours.empty()
-            backend.clear()
+            ours.clear()
 
         def them(turn: int = turn, found: dict[str, float] = found) -> None:
             keys = [f"{page_format.__name__}-{turn}-{i}" for i in range(PAGES)]
+            ours.host._buffers.random_()
+            expected = [bytes(page[:64]) for page in pages]
             found["their put"] = timed(lambda: loop.put(keys, pages))
+            ours.host._buffers.fill_(0x55)
             found["their get"] = timed(lambda: loop.get(keys, pages))
+            if [bytes(page[:64]) for page in pages] != expected:
+                raise RuntimeError("the loop got other bytes back")
             loop.forget(keys)
 
         for step in (us, them) if turn % 2 else (them, us):

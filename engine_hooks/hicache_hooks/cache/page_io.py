@@ -52,7 +52,7 @@ class PageIo:
         manifest = self._guard.manifest if self._guard is not None else None
         calls = manifest.calls if manifest is not None else 0
         self._gets, self._puts = Turns(calls), Turns(calls)  # sums are made and checked outside: beside another call
-        self._early = self._guard is not None and calls == 0
+        self._early = self._guard is not None and calls != 1
         self._takes_prefix = {
             name: takes(getattr(store, name), "prefix_keys") for name in ("batch_put", "batch_get", "batch_exists")
         }
