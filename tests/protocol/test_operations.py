@@ -181,6 +181,21 @@ async def test_rollback_to_a_revision_without_a_config_drops_the_present_one(tmp
         assert [rank.hicache_storage_backend_extra_config for rank in shown.ranks] == ["{}", "{}"]
 
 
+async def test_policies_change_while_nothing_is_attached(tmp_path):
+    """A policy is the engine's own: with no store attached it is set on every rank, and a rollback brings it back."""
+    async with rig(tmp_path, dp=2) as (side, stub):
+        was = await side.status()
+        answer = await side.ask(api.PolicyRequest(hicache_write_policy="write_back"))
+        assert (answer.changed, answer.changed_keys) == (True, ["hicache_write_policy"])
+        assert {rank.state.write_policy for rank in stub.ranks.values()} == {"write_back"}
+        again = await side.ask(api.PolicyRequest(hicache_write_policy="write_back"))
+        assert (again.changed, {row.message for row in again.ranks}) == (False, {"already so"})
+        assert (await side.detach()).changed is False
+        assert (await side.ask(api.RollbackRequest(revision=was.revision))).changed
+        status = await side.status(fresh=True)
+        assert (status.hicache_write_policy, status.drift) == (was.hicache_write_policy, [])
+
+
 async def test_history_and_rollback(tmp_path):
     """History has who, why, what and the result; roll-back goes to a revision's state, secrets and all."""
     async with rig(tmp_path, dp=2) as (side, stub):

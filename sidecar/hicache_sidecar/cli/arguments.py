@@ -136,7 +136,7 @@ def config_text(value: str | None) -> str | None:
         raise UsageError(f"--config @{name}: {error.strerror or error}") from error
     if len(text) > MAX_CONFIG_BYTES:
         raise UsageError(f"--config @{name}: over {MAX_CONFIG_BYTES} bytes")
-    return text
+    return text.strip()  # a file's last newline is no part of the config, and would stand in every status
 
 
 def add_knobs(made: Parser) -> None:

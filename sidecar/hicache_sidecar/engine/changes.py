@@ -156,10 +156,13 @@ class Changes:
         )
 
     def _nothing_to_do(self, goal: Goal, relations: set[str]) -> bool:
-        """Every rank is there already, and so is the desired state; a dry run always tries."""
+        """Every rank is there already, and so is the desired state; a dry run always tries.
+
+        A detach asks for no backend and nothing else; policies that differ there are not its business.
+        """
         if goal.dry_run:
             return False
-        if goal.target.backend is None:
+        if goal.verb == "detach":
             there = all(s.report.state.backend is None for s in self.ctx.registry.live.values())
         else:
             there = relations == {"same"}
@@ -175,7 +178,7 @@ class Changes:
                     + ", ".join(f"{k}={v}" for k, v in sorted(layers.items())),
                     details={"layers": {str(rank): layers}},
                 )
-            job.result(rank, True, "nothing to detach" if goal.target.backend is None else "already so")
+            job.result(rank, True, "nothing to detach" if goal.verb == "detach" else "already so")
         if goal.checkpoint:
             notes = [*notes, "checkpoint: no store is let go, so none was taken"]
         answer = api.OperationAnswer(

@@ -12,7 +12,7 @@ def test_config_comes_from_a_file_stdin_or_the_engine_host(
     import io
 
     file = tmp_path / "options.json"
-    file.write_text('{"file_storage_path": "/srv"}')
+    file.write_text('{"file_storage_path": "/srv"}\n')  # an editor's last newline
 
     def sent(value: str) -> str | None:
         return ctl("attach", "file", "--config", value).bodies[0].hicache_storage_backend_extra_config_json
