@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rigs.sglang_server import CALL_S, Stack, ids_of, prompt, until
+from tests.rigs.sglang_server import CALL_S, Stack, from_storage, ids_of, prompt, until
 
 
 def odd(stack: Stack, where: str, what: str) -> tuple[Path, dict[str, Any]]:
@@ -47,6 +47,30 @@ def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:
     assert (code, answer["error"]["code"]) == (502, "prepare_failed"), answer
     assert "Nameless" in answer["error"]["message"]
     stack.server.generate(prompt(64))
+
+
+@pytest.mark.parametrize("topology", ["tp1", "tp2"])
+def test_a_store_that_was_emptied_behind_us_is_told(stack: Stack) -> None:
+    """F70: nothing fails and no breaker opens; each rank says so, and the pages are computed and written anew."""
+    stack.attach("emptied", config={"guard_epoch_s": 0.5}, wait_timeout_s=10)
+    ids = prompt(512)
+    first = ids_of(stack.server.generate(ids))
+    until(lambda: len(stack.pages("emptied")) >= 8 * stack.ranks, "pages in the store")
+    stack.server.flush()
+    assert from_storage(stack.server.generate(ids)) > 0  # read: every rank knows that its store held them
+    for page in (stack.root / "emptied").glob("*.bin"):
+        page.unlink()
+    told = until(lambda: (news := _epochs(stack))[stack.ranks - 1 :] and news, "the news from every rank")
+    assert {word.split(":")[1].strip() for word in told} == {f"rank {rank}" for rank in range(stack.ranks)}
+    stack.server.flush()
+    again = stack.server.generate(ids)
+    assert (ids_of(again), from_storage(again)) == (first, 0)
+    until(lambda: len(stack.pages("emptied")) >= 8 * stack.ranks, "the pages once more")
+    assert stack.status()["state"] == "attached"
+
+
+def _epochs(stack: Stack) -> list[str]:
+    return [word for word in stack.status()["warnings"] if word.startswith("store_epoch_changed")]
 
 
 @pytest.mark.parametrize("topology", ["tp1", "tp2"])

@@ -179,7 +179,10 @@ class SglangAdapter:
             raise InvalidRequest(
                 "the namespace is not this rank's", details={"reason": "namespace", "namespace": self._namespace}
             )
-        return clear_namespace(self._live.parked().name or "", getattr(backend, "inner", backend))
+        try:
+            return clear_namespace(self._live.parked().name or "", getattr(backend, "inner", backend))
+        finally:
+            getattr(backend, "emptied", lambda: None)()
 
     def describe_backends(self) -> list[dict[str, Any]]:
         """This SGLang's registry. It has no schema of options."""

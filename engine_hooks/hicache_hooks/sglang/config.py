@@ -68,7 +68,7 @@ def resolve(
 
     Raises:
         UnknownBackend, InvalidConfig, Forbidden: see the module's text.
-        UnsupportedByEngine: ``prefetch_timeout_max``, ``guard_negative_ttl_s`` or ``guard_epoch_s``, which it lacks.
+        UnsupportedByEngine: ``prefetch_timeout_max`` or ``guard_negative_ttl_s``, which it lacks.
     """
     name = target.backend
     if name is None:
@@ -149,9 +149,8 @@ def engine_text(running: Running) -> str | None:
 def _checked(knobs: Knobs) -> Knobs:
     if knobs.prefetch_timeout_max is not None:
         raise _unsupported("prefetch_timeout_max")
-    for name in ("negative_ttl_s", "epoch_s"):  # SGLang itself believes nothing about what its store holds
-        if getattr(knobs.guard, name) != getattr(BASE.guard, name):
-            raise _unsupported(f"{PREFIX}{name}")
+    if knobs.guard.negative_ttl_s != BASE.guard.negative_ttl_s:  # SGLang asks its store each time
+        raise _unsupported(f"{PREFIX}negative_ttl_s")
     return knobs
 
 

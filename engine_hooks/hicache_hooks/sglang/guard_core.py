@@ -14,6 +14,7 @@ from hicache_hooks.counts import CallCounts
 from hicache_hooks.guard import describe_exception
 from hicache_hooks.guard_settings import GuardSettings as GuardKnobs
 from hicache_hooks.sglang.deadline import CallDropped, CallThreads, CallTimedOut
+from hicache_hooks.sglang.guard_epochs import StoreEpochs
 from hicache_hooks.sglang.guard_probe import Probes
 from hicache_proto.model import BreakerReport, GuardReport, OpUsage
 
@@ -32,6 +33,7 @@ class GuardSettings(msgspec.Struct, frozen=True):
     breaker: BreakerSettings = BreakerSettings()
     page_bytes: int = 0
     probe_idle_s: float = 10.0  # no call for so long: the store is asked whether it answers; 0: never
+    epoch_s: float = 10.0  # between two looks whether it still holds what it held; 0: never
 
 
 class GuardCore:
@@ -44,8 +46,9 @@ class GuardCore:
         clock: Callable[[], float],
         close: Callable[[], None],
         look: Callable[[], Any] | None = None,
+        there: Callable[[str], bool] | None = None,
     ) -> None:
-        """``look``: see ``Probes``; None: traffic alone is the probe."""
+        """``look``: see ``Probes``; None: traffic alone is the probe. ``there``: see ``StoreEpochs``; with ``look``."""
         self.name = name
         self.settings = settings
         self.bypass = False
@@ -68,6 +71,7 @@ class GuardCore:
         self._idle_probe_at = float("-inf")
         self._hung_news = False  # the breaker heard of a hung call, the probes have not
         self._probes = None if look is None else Probes(self, look)
+        self.epochs = StoreEpochs(name, there, clock, lambda: self.watch(now=True))
 
     # -- one call
 
@@ -204,6 +208,9 @@ class GuardCore:
             if self._idle_in_s() == 0.0:
                 self._idle_probe_at = self._clock()
                 due.append("idle")
+            if self._epoch_in_s() == 0.0:
+                self.epochs.begin()
+                due.append("epoch")
             return due
 
     def next_probe_s(self, quiet_s: float) -> float | None:
@@ -214,8 +221,8 @@ class GuardCore:
             quiet_in_s = self._quiet_in_s(quiet_s)
             due = (breaker.probe_in_s() for breaker in self._breakers.values())
             waits = [max(wait, quiet_in_s) for wait in due if wait is not None]
-            idle_in_s = self._idle_in_s()
-            return min(waits if idle_in_s is None else [*waits, idle_in_s], default=None)
+            waits += [wait for wait in (self._idle_in_s(), self._epoch_in_s()) if wait is not None]
+            return min(waits, default=None)
 
     def bounded(self, look: Callable[[], Any]) -> Any:
         """See ``Probed``. Raises as ``CallThreads.call``."""
@@ -243,6 +250,14 @@ class GuardCore:
             return None
         return max(0.0, max(self._called_at, self._idle_probe_at) + idle_s - self._clock())
 
+    def look_for_epoch(self) -> None:
+        """See ``Probed``."""
+        self.epochs.look(self.bounded, self.settings.epoch_s)
+
+    def _epoch_in_s(self) -> float | None:
+        quiet = self.bypass or not self._breakers["read"].closed
+        return None if quiet else self.epochs.due_in_s(self.settings.epoch_s)
+
     # -- control and views
 
     def set_bypass(self, enabled: bool) -> bool:
@@ -261,7 +276,11 @@ class GuardCore:
         """The live keys ``guard_...``, whole. Calls that are inside keep their deadline. Never raises."""
         with self._lock:
             self.settings = msgspec.structs.replace(
-                self.settings, deadline_s=told.deadline_s, probe_idle_s=told.probe_idle_s, breaker=told.breaker()
+                self.settings,
+                deadline_s=told.deadline_s,
+                probe_idle_s=told.probe_idle_s,
+                epoch_s=told.epoch_s,
+                breaker=told.breaker(),
             )
             for breaker in self._breakers.values():
                 breaker.settings = self.settings.breaker
@@ -305,6 +324,7 @@ class GuardCore:
                 calls=self._calls["calls"],
                 errors=self._calls["errors"],
                 timeouts=self._calls["timeouts"],
+                **self.epochs.reported(),
             )
 
     def close(self) -> None:

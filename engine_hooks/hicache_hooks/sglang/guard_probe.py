@@ -28,7 +28,7 @@ class Probed(Protocol):
     name: str
 
     def probes_due(self, quiet_s: float) -> list[str]:
-        """``read``, ``write``, or ``idle``, marked as begun."""
+        """``read``, ``write``, ``idle``, or ``epoch``, marked as begun."""
 
     def next_probe_s(self, quiet_s: float) -> float | None:
         """Seconds until one is due; None when nothing can be."""
@@ -38,6 +38,9 @@ class Probed(Protocol):
 
     def probe_ended(self, side: str, ok: bool) -> None:
         """The breaker hears of it."""
+
+    def look_for_epoch(self) -> None:
+        """Whether the store still holds what it held; with the guard's deadline. Never raises."""
 
 
 class Probes:
@@ -61,6 +64,9 @@ class Probes:
     def tick(self) -> float | None:
         """*own thread*: make what is due; returns when to come again."""
         for side in self._core.probes_due(QUIET_S):
+            if side == "epoch":
+                self._core.look_for_epoch()
+                continue
             ok = self._answers()
             if side != "idle":
                 self._core.probe_ended(side, ok is True)

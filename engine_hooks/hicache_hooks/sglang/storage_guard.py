@@ -121,7 +121,14 @@ class StorageGuard:
 
     def clear(self) -> Any:
         """Deletes the store's pages, of all ranks: the engine's own admin call."""
-        return self._inner.clear()
+        try:
+            return self._inner.clear()
+        finally:
+            self.emptied()
+
+    def emptied(self) -> None:
+        """It was cleared on purpose: no loss."""
+        self._core.epochs.emptied()
 
     def get_stats(self) -> Any:
         """Called by the scheduler thread with every batch: nothing that could fail or wait in trouble."""
@@ -143,13 +150,18 @@ class StorageGuard:
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many keys from the start are stored."""
         work = lambda: self._inner.batch_exists(keys, extra_info)  # noqa: E731
-        return int(self._run("exists", len(keys), work, _count(len(keys)), lambda: 0, True))
+        found = int(self._run("exists", len(keys), work, _count(len(keys)), lambda: 0, True))
+        self._core.epochs.missed(keys[found : found + 1])  # of what comes after it nothing is said
+        return found
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The usable prefix over several pools."""
         work = lambda: self._inner.batch_exists_v2(keys, pool_transfers, extra_info)  # noqa: E731
         judge: Judge = lambda out: _count(len(keys))(out.kv_hit_pages)  # noqa: E731
-        return self._run("exists", len(keys), work, judge, self._empty_result, True)
+        result = self._run("exists", len(keys), work, judge, self._empty_result, True)
+        found = int(getattr(result, "kv_hit_pages", 0))
+        self._core.epochs.missed(keys[found : found + 1])
+        return result
 
     # -- copy path
 
@@ -164,7 +176,7 @@ class StorageGuard:
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
         """A page or None per key."""
         own = self._pools.strangers(target_locations or ())
-        return self._run(
+        pages = self._run(
             "get",
             len(keys),
             lambda: self._inner.batch_get(keys, target_locations, target_sizes),
@@ -172,6 +184,8 @@ class StorageGuard:
             lambda: [None] * len(keys),
             own,
         )
+        self._read(keys, [page is not None for page in pages])
+        return pages
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """One page."""
@@ -194,7 +208,7 @@ class StorageGuard:
         """True when all are stored."""
         own = self._pools.strangers([*(values or ()), *(target_locations or ())])
         size = _nbytes(values or ())
-        return bool(
+        taken = bool(
             self._run(
                 "put",
                 len(keys),
@@ -204,18 +218,29 @@ class StorageGuard:
                 own,
             )
         )
+        if taken:
+            self._core.epochs.holds(keys)
+        return taken
 
     # -- zero-copy path: no deadline (rule 5)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Straight into host pages; a bool per key."""
         work = lambda: self._inner.batch_get_v1(keys, host_indices, extra_info)  # noqa: E731
-        return self._run("get", len(keys), work, self._flags(len(keys)), lambda: [False] * len(keys), False)
+        flags: list[bool] = self._run(
+            "get", len(keys), work, self._flags(len(keys)), lambda: [False] * len(keys), False
+        )
+        self._read(keys, flags)
+        return flags
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Straight from host pages; a bool per key."""
         work = lambda: self._inner.batch_set_v1(keys, host_indices, extra_info)  # noqa: E731
-        return self._run("put", len(keys), work, self._flags(len(keys)), lambda: [False] * len(keys), False)
+        flags: list[bool] = self._run(
+            "put", len(keys), work, self._flags(len(keys)), lambda: [False] * len(keys), False
+        )
+        self._core.epochs.holds([key for key, taken in zip(keys, flags, strict=True) if taken])
+        return flags
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
         """Several pools, into host pages."""
@@ -228,6 +253,10 @@ class StorageGuard:
         return self._run("put", _entries(transfers), work, self._pool_flags, lambda: _nothing(transfers), False)
 
     # -- inner
+
+    def _read(self, keys: list[str], hits: Sequence[bool]) -> None:
+        self._core.epochs.holds([key for key, hit in zip(keys, hits, strict=True) if hit], read=True)
+        self._core.epochs.missed(key for key, hit in zip(keys, hits, strict=True) if not hit)
 
     def _run(
         self, kind: str, keys: int, work: Callable[[], T], judge: Judge, otherwise: Callable[[], T], own: bool
@@ -283,7 +312,12 @@ def guard_storage(
             theirs()
 
     guard._core = GuardCore(
-        name or type(inner).__name__, settings or GuardSettings(), clock, close, lambda: inner.batch_exists([ABSENT])
+        name or type(inner).__name__,
+        settings or GuardSettings(),
+        clock,
+        close,
+        lambda: inner.batch_exists([ABSENT]),
+        lambda key: bool(inner.batch_exists([key])),
     )
     return guard
 

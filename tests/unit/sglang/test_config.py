@@ -65,6 +65,7 @@ def test_the_engine_gets_a_copy() -> None:
         (file(file_storage_path=1), InvalidConfig, "bad_type"),
         (file(prefetch_timeout_max=3), UnsupportedByEngine, "unsupported_knob"),
         (file(guard_negative_ttl_s=3), UnsupportedByEngine, "unsupported_knob"),
+        (file(guard_epoch_s=-1), InvalidConfig, "bad_knob"),
         (file(guard_deadline_s=0), InvalidConfig, "bad_knob"),
         (TargetState(backend="file", prefetch_policy="never"), InvalidConfig, "unknown_policy"),
         (TargetState(backend="dynamic", extra_config='{"module_path": "m"}'), InvalidConfig, "missing_key"),
