@@ -220,7 +220,8 @@ class StoreUsage(msgspec.Struct, frozen=True):
 
 
 class ThreadReport(msgspec.Struct, frozen=True):
-    """One worker thread of a storage set (F38, F39)."""
+    """One worker thread of a storage set (F38, F39). ``stalled_s``: seconds without an end of anything; 0 until it
+    counts as stalled."""
 
     name: str
     alive: bool = True

@@ -35,6 +35,6 @@ def families(reports: Mapping[tuple[str], RankReport]) -> Iterator[Family]:
         [(key, min(one.alive for one in threads)) for key, threads in by_role.items()],
     )  # fmt: skip
     yield (
-        "gauge", "hicache_storage_thread_stalled_seconds", "How long its present call has run", labels,
+        "gauge", "hicache_storage_thread_stalled_seconds", "Time without an end of a call; 0: not stalled", labels,
         [(key, max(one.stalled_s for one in threads)) for key, threads in by_role.items()],
     )  # fmt: skip
