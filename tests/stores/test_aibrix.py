@@ -295,3 +295,23 @@ def test_a_look_into_l1_says_what_the_vendor_says(made: Made, monkeypatch: pytes
 def vendor_has(store: AibrixStore, n: int) -> bool:
     """By its API."""
     return bool(store._manager.exists(None, store._hashes([key(n)], 16)).is_ok())
+
+
+@pytest.mark.parametrize(("ttl_s", "added"), [(0, 0), (600, 4)])
+def test_without_a_time_to_live_the_database_is_a_plain_one(tmp_path: Path, ttl_s: int, added: int) -> None:
+    """The wrapper with one writes a time behind each value, and keeps memory each time it is opened."""
+    import rocksdict
+
+    config = {
+        "l1_capacity_gb": 0, "l2_backend": "ROCKSDB",
+        "l2_options": {"rocksdb_root": str(tmp_path), "rocksdb_ttl_s": ttl_s},
+    }  # fmt: skip
+    options = msgspec.convert(config, AibrixOptions).effective({})
+    store = AibrixStore(options, StoreContext(namespace="ns", page_bytes=PAGE, layout="page_first"))
+    store.open()
+    path = store._manager._l2_cache._backend.path
+    assert put(store, 1) == [True]
+    store.close()
+    database = rocksdict.Rdict(path, rocksdict.Options(raw_mode=True), access_type=rocksdict.AccessType.read_only())
+    assert len(database[key(1).encode()]) == PAGE + added
+    database.close()

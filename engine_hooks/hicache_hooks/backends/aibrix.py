@@ -28,6 +28,7 @@ from hicache_hooks.backends.aibrix_known import Known
 from hicache_hooks.backends.aibrix_look import L1View, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
+from hicache_hooks.backends.aibrix_reopen import Reopener
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
 from hicache_hooks.backends.native import OpenState, Turns
 from hicache_hooks.backends.options import invalid
@@ -76,6 +77,7 @@ class AibrixStore:
         self._tidy = Upkeep("aibrix")
         self._known = Known(enabled=options.keeps_all)
         self._l1: L1View | None = None
+        self._reopener: Reopener | None = None
 
     def open(self) -> None:
         """Make the manager.
@@ -96,6 +98,11 @@ class AibrixStore:
         self._hashes = importlib.import_module("aibrix_kvcache").BlockHashes
         with suppress(AttributeError, ImportError):  # another version of the package: it is asked by its API
             self._l1 = view(self._manager, BLOCK_TOKENS)
+        if self._options.l2_backend == "ROCKSDB":
+            self._reopener = Reopener(
+                self._manager._l2_cache._backend, self._state,
+                unasked=bool(self._options.l1_capacity_gb), reopened=self._known.clear,
+            )  # fmt: skip
         self._state.opened()
 
     def register(self, pool: memoryview) -> None:
@@ -131,6 +138,8 @@ class AibrixStore:
         """
         todo = dict(zip(keys, pages, strict=True))
         done: dict[str, bool] = {}
+        if self._reopener is not None:
+            self._reopener.heal()
         with self._state.inside(), self._turns.of(todo):
             self._check(pages)
             try:
@@ -140,6 +149,9 @@ class AibrixStore:
                 if not any(done.values()):
                     raise
                 log.warning("aibrix: a put ended early: %s", type(exc).__name__)
+            finally:
+                if self._reopener is not None and not all(done.get(key) for key in todo):
+                    self._reopener.refused()
             self._known.add(key for key, yes in done.items() if yes)
         return [done.get(key) for key in keys]
 
@@ -343,6 +355,7 @@ class AibrixStore:
                 "l1_capacity_bytes": self._l1_bytes,
                 "l1_used_bytes": len(l1) if l1 is not None else 0,
                 "path": self._slot.path if self._slot else str(options.get("shfs_root", "")) or None,
+                "reopened": self._reopener.count if self._reopener is not None else 0,
                 "rocksdb_ttl_s": options.get("rocksdb_ttl_s") if self._options.l2_backend == "ROCKSDB" else None,
             }
 

@@ -37,6 +37,11 @@ class Known:
             for key in keys:
                 self._keys.pop(key, None)
 
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        with self._lock:
+            self._keys.clear()
+
     def prefix(self, keys: list[str]) -> int:
         """How many of the first ``keys`` are surely there."""
         with self._lock:

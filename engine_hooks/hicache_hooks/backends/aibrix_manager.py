@@ -53,9 +53,38 @@ def vendor_settings(settings: Mapping[str, str]) -> Iterator[None]:
     with _building:
         real, envs.os = envs.os, view
         try:
-            yield
+            with _no_time_to_live():
+                yield
         finally:
             envs.os = real
+
+
+@contextmanager
+def _no_time_to_live() -> Iterator[None]:
+    """While inside, the vendor's code gets a plain RocksDB where it asks for one with a time to live of 0.
+
+    It always asks for one. That wrapper keeps 20 to 60 kB for good each time it is opened, takes 3.5 times as long for
+    it, and adds four bytes to each value (rocksdict 0.3.29 alone). Pages stored with it are misses without, and are
+    removed; the other way too.
+    """
+    try:
+        connector: Any = importlib.import_module("aibrix_kvcache.l2.connectors.rocksdb")
+    except ImportError:  # rocksdict is not installed: another connector's turn
+        yield
+        return
+    real = connector.rocksdict
+
+    class AccessType:
+        @staticmethod
+        def read_write() -> Any:
+            access = real.AccessType.read_write()
+            return SimpleNamespace(with_ttl=lambda seconds: access.with_ttl(seconds) if seconds else access)
+
+    connector.rocksdict = SimpleNamespace(Options=real.Options, Rdict=real.Rdict, AccessType=AccessType)
+    try:
+        yield
+    finally:
+        connector.rocksdict = real
 
 
 def device() -> str:

@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+REPLACED_S = 5.0  # the guard's own deadline of a call
+
 
 class OpenState:
     """Counts the calls inside a client; nobody enters a closed one, and nobody closes it under a call."""
@@ -22,6 +24,7 @@ class OpenState:
         self._changed = threading.Condition()
         self._pid = 0  # of the process that opened it; 0: not open
         self._inside = 0
+        self._held = False  # somebody is, or wants to be, alone
 
     def opened(self) -> None:
         """From now on calls may enter."""
@@ -34,17 +37,51 @@ class OpenState:
 
         Raises:
             RuntimeError: it is not open, or was opened by another process than this one.
+            TimeoutError: it is being replaced (``alone``), and that takes too long.
         """
         with self._changed:
-            if self._pid != os.getpid():
-                why = "was opened before a fork" if self._pid else "is not open"
-                raise RuntimeError(f"the {self._name} client {why}")
+            if self._held and not self._changed.wait_for(lambda: not self._held, REPLACED_S):
+                raise TimeoutError(f"the {self._name} client is being replaced")
+            self._check()
             self._inside += 1
         try:
             yield
         finally:
             with self._changed:
                 self._inside -= 1
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            why = "was opened before a fork" if self._pid else "is not open"
+            raise RuntimeError(f"the {self._name} client {why}")
+
+    @contextmanager
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        """Around the replacement of the client, by one thread at a time: nobody is inside, and who comes waits.
+
+        Raises:
+            RuntimeError: as ``inside``.
+            TimeoutError: calls are still inside after ``timeout_s``.
+        """
+        with self._changed:
+            self._check()
+            self._held = True
+            try:
+                if not self._changed.wait_for(lambda: self._inside == 0, timeout_s):
+                    raise TimeoutError(f"{self._inside} calls are still inside the {self._name} client")
+                self._check()
+                self._inside = 1
+            except BaseException:
+                self._held = False
+                self._changed.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._held = False
                 self._changed.notify_all()
 
     def shut(self, timeout_s: float) -> bool:

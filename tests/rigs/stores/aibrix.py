@@ -41,8 +41,6 @@ class AibrixRocksdbStand(AibrixStand):
     small_pages = 256
     evicts_when_full = False
     delete_frees = False  # RocksDB takes no delete either once a write failed
-    reopens_when_full = True
-    cycles = 60  # RocksDB keeps 20 to 60 kB of each database with a time to live: rocksdict 0.3.29 alone, without us
 
     def start(self) -> None:
         if self.small:
@@ -52,7 +50,8 @@ class AibrixRocksdbStand(AibrixStand):
         tmpfs.unmount(self.root / "rocks")
 
     def more_room(self) -> None:
-        tmpfs.resize(self.root / "rocks", 2 * SMALL_DISK)
+        # All of it is log by then, and opening it again, which it takes to write again, needs room for a copy.
+        tmpfs.resize(self.root / "rocks", 3 * SMALL_DISK)
 
     def config(self) -> dict[str, Any]:
         return {

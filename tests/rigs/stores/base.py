@@ -33,7 +33,6 @@ class Stand:
     why_not_small: ClassVar[str] = "it has no limit of its own"  # why there is no check of a full store
     why_whole: ClassVar[str] = "its pages are in the engine's own memory"  # why ``shorten`` can do nothing
     delete_frees: ClassVar[bool] = True  # a full store has room once pages are deleted; False: see ``more_room``
-    reopens_when_full: ClassVar[bool] = False  # it refuses writes until it was opened anew, with room
     small_pages: ClassVar[int] = 128  # about so many 64 KiB pages fit when ``small``
     dead_call_s: ClassVar[float] = 10.0  # no call takes longer while the server is dead or hangs
     back_s: ClassVar[float] = 20.0  # the same open backend works again so soon after the server is back
