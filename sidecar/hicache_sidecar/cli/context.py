@@ -5,6 +5,7 @@ With ``-o json`` stdout carries exactly one JSON document per answer, errors inc
 the sentence of success, never an error.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +52,8 @@ class Context:
         Raises:
             HicacheError, ClientError: mapped to exit codes by ``main``.
         """
-        on_progress = None if self.quiet or not sys.stderr.isatty() else self.progress
+        shown = not self.quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"  # which has no such line
+        on_progress = self.progress if shown else None
         with self.connect() as connection:
             request = connection.send(body, timeout_s)
             try:
@@ -72,12 +74,15 @@ class Context:
     # ---- printing
 
     def progress(self, data: dict[str, Any]) -> None:
-        """Rewrite one line on the terminal with the operation's phase and blockers."""
+        """Rewrite one line on the terminal with the operation's phase and blockers; what does not fit is left out."""
+        import shutil
+
         parts = [str(data[key]) for key in ("operation_id", "phase", "message") if data.get(key)]
         blocked = data.get("blocked_by") or []
         if blocked:
             parts.append("waiting for " + blockers(blocked))
-        sys.stderr.write("\r\x1b[K" + plain(" · ".join(parts)))
+        width = max(20, shutil.get_terminal_size().columns) - 1  # a line that wraps could not be rewritten
+        sys.stderr.write("\r\x1b[K" + plain(" · ".join(parts))[:width])
         sys.stderr.flush()
         self._progress_shown = True
 

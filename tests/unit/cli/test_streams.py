@@ -1,5 +1,6 @@
 """hicachectl as a process of its own, on the standard streams that scripts and terminals hand it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,30 @@ def test_a_small_alphabet_spells_what_it_lacks(tmp_path: Path, encoding: str, sh
     ran = run(tmp_path, "", "detach", encoding=encoding)
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert ran.stdout.startswith(shown)
+
+
+@pytest.mark.parametrize(("terminal", "columns"), [("xterm", 40), ("dumb", 40)])
+def test_progress_is_one_line_that_fits_and_nothing_where_it_could_not_be_rewritten(
+    tmp_path: Path, terminal: str, columns: int
+) -> None:
+    """What wraps stays on the screen; a dumb terminal shows the escape sequences themselves."""
+
+    def script(peer: Peer, request: control.Request) -> None:
+        peer.progress(request, operation_id="op-1", phase="freeze", message="x" * 100)
+        peer.result(request, DONE)
+
+    master, slave = os.openpty()
+    with fake_sidecar(tmp_path / "s", script) as server:
+        command = [sys.executable, "-m", "hicache_sidecar.cli.main", "--socket", server.path, "detach"]
+        env = {"TERM": terminal, "COLUMNS": str(columns), "PYTHONPATH": ":".join(filter(None, sys.path))}
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, timeout=30, check=False, env=env)
+    os.set_blocking(master, False)
+    try:
+        shown = os.read(master, 4096).decode()
+    except BlockingIOError:
+        shown = ""
+    os.close(slave)
+    os.close(master)
+    assert ran.returncode == 0
+    line = "op-1 · freeze · " + "x" * 100
+    assert shown == ("" if terminal == "dumb" else f"\r\x1b[K{line[: columns - 1]}\r\x1b[K")
