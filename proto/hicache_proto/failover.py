@@ -4,7 +4,7 @@ A policy belongs to a backend by name; ``*`` is for every backend without one of
 the sidecar is the machine that follows them. Durations in seconds.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -129,12 +129,3 @@ class FailoverDocument(msgspec.Struct, frozen=True, kw_only=True):
 FAILOVER_STATES = (
     "off", "watching", "suspect", "bypassed", "moving", "detached", "on_spare", "trial", "held",
 )  # fmt: skip  # the order is fixed: metrics export the index
-
-
-def policies_from(document: Any) -> Policies:
-    """Policies of a stored document.
-
-    Raises:
-        msgspec.ValidationError: written by another version that knew more.
-    """
-    return msgspec.convert(document, Policies)

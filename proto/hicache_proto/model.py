@@ -8,8 +8,6 @@ from enum import StrEnum
 
 import msgspec
 
-from hicache_proto.errors import ErrorBody
-
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -22,7 +20,6 @@ KNOBS = (
     "prefetch_timeout_max",
     "hicache_storage_pass_prefix_keys",
 )
-LIVE_KEYS = ("hicache_storage_prefetch_policy", "hicache_write_policy", *KNOBS)
 
 KnobValue = bool | int | float | None
 
@@ -287,7 +284,6 @@ class RankReport(msgspec.Struct, frozen=True):
     threads: list[ThreadReport] = []
     quarantine: str = ""  # reason; empty when clean
     layers: dict[str, str] = {}  # per-layer view, filled when layers disagree (F24)
-    op_error: ErrorBody | None = None  # why op_n ended here by itself: the build or the swap failed
     stores: dict[str, StoreUsage] = {}  # by backend, with its inner connector: "file", "aibrix:ROCKSDB"
     guard: GuardReport | None = None  # of the installed store; None: detached, or the engine has no such guard
     checkpoint_pages: int = 0  # written by the checkpoint of the operation that runs (F58)

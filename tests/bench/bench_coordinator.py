@@ -36,7 +36,7 @@ async def _attaches(ranks: int, rounds: int, folder: Path) -> tuple[list[float],
             registry = Registry(link=link, settings=EngineSettings(), counters=link.counters)
             context = Context(
                 registry=registry, fanout=FanOut(link), book=journal, settings=EngineSettings(),
-                counters=link.counters, hub=EventHub(link.counters), nursery=nursery,
+                counters=link.counters, hub=EventHub(), nursery=nursery,
             )  # fmt: skip
             coordinator = Coordinator(context)
             nursery.start_soon(coordinator.restart.run)

@@ -123,7 +123,7 @@ class StorageSet:
         between L1 and L2 are always let through: they are local and short.
 
         Returns:
-            Names of threads that did not stop, their stacks are logged and in ``stuck_stacks()``.
+            Names of threads that did not stop, whose stacks are logged.
         """
         deadline = time.monotonic() + timeout_s
         self.active = False
@@ -225,10 +225,6 @@ class StorageSet:
         """Threads because of which ``close`` said False, by name."""
         alive = [report.name for report in self.threads() if report.alive]
         return alive or (self.guard.inside() if self.guard is not None else []) or ["closing"]
-
-    def stuck_stacks(self) -> dict[str, str]:
-        """Stacks of the threads that the last ``stop`` found stuck."""
-        return {name: stack for workers in self._all for name, stack in workers.stuck.items()}
 
 
 def _give_up(run: Run | None) -> None:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 FLOOR = (0, 5, 20)
-TESTED = "0.5.23"
 
 SRT = "sglang.srt"
 SCHEDULER = f"{SRT}.managers.scheduler.Scheduler"

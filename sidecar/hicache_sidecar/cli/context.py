@@ -19,7 +19,7 @@ from hicache_sidecar.client.errors import ClientError, ConnectionLost
 
 PROGRAM = "hicachectl"
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NOT_IDLE, EXIT_DEADLINE = 0, 1, 2, 3, 4
-EXIT_UNREACHABLE, EXIT_NO_ENGINE = 5, 6
+EXIT_NO_ENGINE = 6
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 

@@ -19,7 +19,6 @@ comes from.
 from hicache_proto.faults import PLAIN, FaultPlan
 
 WIRE = ("validate", "prepare", "freeze", "thaw", "commit", "finalize", "undo")
-RECORDS = ("begin", "outcome_b", "outcome_a")
 _SEND = ("before_send", "after_send", "recv")
 _APPLY = ("before_apply", "after_apply")
 _RECORD = ("before_write", "before_fsync", "after_fsync")

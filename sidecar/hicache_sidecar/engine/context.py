@@ -137,9 +137,7 @@ class Context:
 
     def write_audit(self, actor: str, action: str, result: str, **facts: Any) -> None:
         """An event per change, with the principal; the audit log is written around the service (F118)."""
-        line = {"actor": actor, "action": action, "result": result, **facts}
-        self.counters.audit_lines += 1
-        self.hub.publish("audit", **line)
+        self.hub.publish("audit", actor=actor, action=action, result=result, **facts)
 
     async def leave(self, within_s: float) -> None:
         """The daemon stops: nothing new begins; what runs goes back to the old state, or ends if the new one is

@@ -250,7 +250,7 @@ async def serve(
             book=journal,
             settings=settings,
             counters=counters,
-            hub=EventHub(counters),
+            hub=EventHub(),
             nursery=nursery,
             faults=faults,
         )

@@ -26,11 +26,9 @@ class Counters:
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, error code), before anything began
     operation_seconds: Counter[str] = field(default_factory=Counter)  # by kind: sum of durations, s
     stall_us_last: int = 0  # longest scheduler stall of the last operation
-    stall_us_total: int = 0
+    stall_us_total: int = 0  # the same, of all operations
     rollbacks: int = 0
     failover_steps: Counter[str] = field(default_factory=Counter)  # by step
-    events_published: int = 0
-    audit_lines: int = 0
 
     def finished(self, kind: str, result: str, seconds: float) -> None:
         """One operation ended; ``seconds`` is how long it ran."""

@@ -14,7 +14,6 @@ from typing import Any
 import trio
 
 from hicache_proto.api import EventDocument
-from hicache_sidecar.engine.counters import Counters
 
 RING = 1024  # events kept: some minutes of the busiest operations
 
@@ -27,17 +26,15 @@ def now_iso() -> str:
 class EventHub:
     """Publishes events; any number of followers."""
 
-    def __init__(self, counters: Counters, *, first_id: int | None = None) -> None:
+    def __init__(self, *, first_id: int | None = None) -> None:
         self._next = time.time_ns() // 1000 if first_id is None else first_id
         self._ring: deque[EventDocument] = deque(maxlen=RING)
         self._lot = trio.lowlevel.ParkingLot()
-        self._counters = counters
 
     def publish(self, kind: str, **data: Any) -> None:
         """Append one event and wake the followers. ``data`` must be free of secrets."""
         self._ring.append(EventDocument(id=self._next, kind=kind, at=now_iso(), data=data))
         self._next += 1
-        self._counters.events_published += 1
         self._lot.unpark_all()
 
     @property

@@ -23,7 +23,6 @@ from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.store.errors import NEVER_BEGAN
 
 CONVERGE_WAIT_S = 30.0  # drain time of a convergence
-SETTLE_S = 0.2  # for the last heartbeats, before a failed operation's ranks are looked at
 
 
 class Transactor:

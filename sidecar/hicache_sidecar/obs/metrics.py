@@ -146,6 +146,10 @@ class Metrics:
             [((), counts.stall_us_last / 1e6)],
         )  # fmt: skip
         yield (
+            "counter", "hicache_scheduler_stall_seconds", "Scheduler stalls of all operations and ranks", (),
+            [((), counts.stall_us_total / 1e6)],
+        )  # fmt: skip
+        yield (
             "counter", "hicache_hook_messages", "Messages of the hook link", ("what",),
             [
                 ((what,), getattr(counts, name))
@@ -153,6 +157,7 @@ class Metrics:
                     ("received", "link_received"), ("sent", "link_sent"), ("malformed", "malformed"),
                     ("stale_reply", "stale_replies"), ("unknown_session", "unknown_sessions"),
                     ("send_failure", "send_failures"), ("hello_accepted", "hellos_accepted"),
+                    ("late_finalize", "late_finalize"),
                 )
             ],
         )  # fmt: skip

@@ -21,7 +21,6 @@ from hicache_sidecar.core.redaction import (
     secrets_in,
 )
 from hicache_sidecar.engine import causes, idle
-from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import RING, EventHub
 from hicache_sidecar.engine.goals import check_shape, goal_of
 from hicache_sidecar.engine.settings import EngineSettings
@@ -277,7 +276,7 @@ def test_settings_check_themselves(values):
 
 async def test_slow_follower_gets_a_snapshot(autojump_clock):
     """One that fell behind the ring is told so by a fresh snapshot; nobody ever slows the publisher."""
-    hub = EventHub(Counters(), first_id=1)
+    hub = EventHub(first_id=1)
     stream = hub.follow(lambda: {"n": hub.last_id})
     assert (await anext(stream)).kind == "snapshot"
     for number in range(RING + 10):

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from hicache_proto.model import GuardReport, RankReport, ThreadReport
-from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.events import EventHub
 from hicache_sidecar.engine.stuck import StuckThreads
 
@@ -25,7 +24,7 @@ class Registry:
 
 
 def test_a_thread_that_hangs_is_told_once_and_so_is_the_end() -> None:
-    registry, hub = Registry(), EventHub(Counters(), first_id=1)
+    registry, hub = Registry(), EventHub(first_id=1)
     StuckThreads(registry, hub)  # type: ignore[arg-type]
     for _ in range(3):
         registry.report("s1", stalled=("a-backup-0",))

@@ -170,7 +170,12 @@ def test_results_are_separate_and_totals_survive_a_restart(followed: Pair) -> No
 def test_engine_values(followed: Pair) -> None:
     metrics, coordinator = followed
     coordinator.report(0, "a")
+    coordinator.counters.stall_us_last, coordinator.counters.stall_us_total = 1500, 4000
+    coordinator.counters.late_finalize = 2
     values = scrape(metrics, coordinator)
+    assert values["hicache_scheduler_stall_last_seconds"][()] == 0.0015
+    assert values["hicache_scheduler_stall_seconds_total"][()] == 0.004
+    assert values["hicache_hook_messages_total"][("what", "late_finalize"),] == 2
     assert values["hicache_state"][()] == 2
     assert values["hicache_revision"][()] == 4
     assert values["hicache_drift"][()] == 2
