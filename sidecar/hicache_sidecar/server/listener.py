@@ -13,8 +13,9 @@ from typing import Any
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Event, RawData, Updated
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
@@ -96,20 +97,34 @@ class _Connection(TCPServer):
     """Hypercorn's connection, ended when the client has left and its requests are answered; its own errors as JSON.
 
     By itself (0.18) it waits for the rest of KEEP_ALIVE_S: eight clients a second that leave would fill
-    MAX_CONNECTIONS.
+    MAX_CONNECTIONS. And it waits for ever for the first request of a client that speaks HTTP/2: 128 of them would.
     """
 
     _left = False
+    _waits = False  # the time of an idle connection runs
     counters: Counters
 
     async def _read_data(self) -> None:
-        await super()._read_data()  # until the client is gone
+        while True:
+            try:
+                data = await self.stream.receive_some(MAX_RECV)
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
+                break
+            await self.protocol.handle(RawData(bytes(data)))
+            if data == b"":
+                break
+            if not self._waits and isinstance(self.protocol.protocol, H2Protocol) and self.protocol.protocol.idle:
+                self._waits = True
+                await self.idle_task.restart(self._task_group, self._idle_timeout)
+        await self.protocol.handle(Closed())
         self._left = True
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
         if self._left and isinstance(event, Updated):
             return  # an answer after that: there will be no next request to wait for
+        if isinstance(event, Updated):
+            self._waits = event.idle
         if isinstance(event, RawData) and (status := status_of_bare(event.data)) is not None:
             self.counters.add("hicache_http_responses", "none", str(status))
             event = RawData(with_body(event.data))

@@ -1,5 +1,6 @@
 """HTTP on a real TCP socket: Hypercorn's protocol under our guards."""
 
+import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -322,6 +323,43 @@ async def test_http2_has_the_same_checks() -> None:
                         found = {bytes(k): bytes(v) for k, v in event.headers}[b":status"].decode()
             assert found == status
             await stream.aclose()
+
+
+@pytest.mark.parametrize("said", ["", "settings", "half", "ping", "answered"])
+async def test_an_http2_connection_without_a_request_ends(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Anybody can open one, without a token: they must not fill MAX_CONNECTIONS for ever."""
+    import h2.connection
+
+    monkeypatch.setattr(listener, "KEEP_ALIVE_S", 0.3)
+    async with serving() as site:
+        stream, peer = await site.connect(), h2.connection.H2Connection()
+        if said == "":
+            await stream.send_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        else:
+            peer.initiate_connection()
+            names = (
+                ("method", "GET"),
+                ("path", "/healthz"),
+                ("scheme", "http"),
+                ("authority", f"127.0.0.1:{site.port}"),
+            )
+            if said == "answered":
+                peer.send_headers(1, [(f":{name}", value) for name, value in names], end_stream=True)
+            await stream.send_all(peer.data_to_send() + (b"\x00\x40\x00\x00" if said == "half" else b""))
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+
+                async def keep_saying() -> None:
+                    while said == "ping":
+                        peer.ping(b"12345678")
+                        with contextlib.suppress(trio.BrokenResourceError):
+                            await stream.send_all(peer.data_to_send())
+                        await trio.sleep(0.02)  # a client's pace
+
+                nursery.start_soon(keep_saying)
+                data = await everything(stream)
+                nursery.cancel_scope.cancel()
+        assert (b'"ok":true' in data) == (said == "answered")
 
 
 async def test_an_upgrade_to_http2_has_the_same_checks() -> None:
