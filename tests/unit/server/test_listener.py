@@ -330,7 +330,7 @@ async def test_an_http2_connection_without_a_request_ends(monkeypatch: pytest.Mo
     """Anybody can open one, without a token: they must not fill MAX_CONNECTIONS for ever."""
     import h2.connection
 
-    monkeypatch.setattr(listener, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(listener, "KEEP_ALIVE_S", 2.0 if said == "answered" else 0.3)  # it must be answered first
     async with serving() as site:
         stream, peer = await site.connect(), h2.connection.H2Connection()
         if said == "":
