@@ -268,7 +268,8 @@ async def test_inner_rank_failure_is_seen(tmp_path):
 
 
 async def test_the_only_rank_dies(tmp_path):
-    """Nobody is left to undo anything: still the loss is the cause, and not an inconsistency."""
+    """Nobody is left to undo anything: still the loss is the cause, and not an inconsistency. F35: the sidecar stays,
+    status says ``engine_down``, and the operation shows at which step it was."""
     async with rig(tmp_path, dp=1) as (side, stub):
         stub.ranks[0].set(build_delay_s=NEVER)
 
@@ -281,6 +282,9 @@ async def test_the_only_rank_dies(tmp_path):
             nursery.start_soon(attach)
             await stub_sees(stub, lambda: stub.ranks[0].rec.phase == "preparing")
             await trio.to_thread.run_sync(stub.kill, 0)
+        assert (await side.status(fresh=False)).state == "engine_down"
+        shown = (await side.ask(api.OperationsRequest())).operations[-1]
+        assert (shown.done, shown.error.details["phase"]) == (True, "prepare")
 
 
 async def test_restarted_engine_fails_the_operation(tmp_path):

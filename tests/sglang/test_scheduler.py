@@ -75,7 +75,7 @@ def test_the_lists_that_are_copied_from_the_engine() -> None:
 
 @pytest.mark.parametrize("topology", ["tp1", "tp2", "dp2"])
 def test_held_requests_wait_and_an_abort_ends_them(stack: Stack) -> None:
-    """F35: one by its id, a client that went, all; health is answered; what is left runs in the end."""
+    """Aborts reach held requests: by id, a client that went, all; health is answered; what is left runs in the end."""
     ids = prompt(128)
     expected = ids_of(stack.server.generate(ids))
     drained(stack)

@@ -73,7 +73,7 @@ def test_work_is_held_in_order_and_the_rest_passes() -> None:
 
 
 def test_an_abort_ends_held_requests_and_still_passes() -> None:
-    """F35: a client that gives up must not run later."""
+    """An abort reaches what is held: a client that gives up must not run later."""
     engine = Engine()
     held = Held(engine)
     held.hold([Work("a1"), Work("a2"), Work("b")])
