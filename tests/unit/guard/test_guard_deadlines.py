@@ -10,7 +10,7 @@ from tests.rigs.backends import BK, Fault, Rig
 
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.guard import Guard
-from hicache_hooks.guard_settings import GUARD_KNOBS, GuardSettings, changed
+from hicache_hooks.guard_settings import GUARD_KNOBS, PREFIX, GuardSettings, changed
 
 KEYS = ["ns.a", "ns.b"]
 WAIT_S = 10.0
@@ -307,7 +307,7 @@ def test_settings_out_of_range_are_refused(key: str, value: object) -> None:
 
 def test_every_setting_can_be_set() -> None:
     for key in GUARD_KNOBS:
-        changed(GuardSettings(), key, 1)
+        assert getattr(changed(GuardSettings(), key, 1), key.removeprefix(PREFIX)) == 1
 
 
 # ------------------------------------------------------------------ with the thread
