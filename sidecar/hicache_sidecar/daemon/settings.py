@@ -20,6 +20,8 @@ DEFAULT_HTTP = "127.0.0.1:30080"
 RoleName = Literal["viewer", "operator", "admin"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Octal = Annotated[str, Meta(pattern=r"^0?[0-7]{3}$", description='Permission bits, such as "0660".')]
+# No wildcard, no scheme: neither would ever match, and nobody would be told.
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\[\]%-]+$", description="A name, or name:port.")]
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)\s*$")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -35,7 +37,7 @@ class Http(_Section, frozen=True):
     listen: str = DEFAULT_HTTP  # host:port; "" turns HTTP off
     token_file: str | None = None
     viewer_token_file: str | None = None
-    allowed_hosts: list[str] = []
+    allowed_hosts: list[HostName] = []
 
 
 class Control(_Section, frozen=True):

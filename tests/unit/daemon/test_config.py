@@ -96,6 +96,8 @@ def test_everything_can_be_set_in_the_file(tmp_path: Path) -> None:
         ('runtime_dir = "/x"\nstate_dir = "/x"', ["differ"]),
         ("engine_id = ", ["sidecar.toml"]),
         ('http = "x"', ["http"]),
+        ('[http]\nallowed_hosts = ["*.example"]', ["http.allowed_hosts"]),
+        ('[http]\nallowed_hosts = ["https://kv"]', ["http.allowed_hosts"]),
     ],
 )
 def test_mistakes_are_named(text: str, words: list[str], tmp_path: Path) -> None:
