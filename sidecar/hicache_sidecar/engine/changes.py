@@ -245,7 +245,11 @@ class Changes:
 
     def check_quarantine(self, goal: Goal, plans: dict[int, Plan]) -> None:
         """A rank that could not be restored, or whose old set does not close, and a config that killed an engine, block
-        until told otherwise: the rank would refuse its PREPARE (F28)."""
+        until told otherwise: the rank would refuse its PREPARE (F28).
+
+        Raises:
+            Quarantined: with the rank, or that it is the config.
+        """
         for rank, session in self.ctx.registry.live.items():
             if why := session.report.quarantine:
                 lost = session.report.op_phase == RankPhase.QUARANTINED
