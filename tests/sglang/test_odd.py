@@ -36,6 +36,25 @@ def test_what_a_store_raises_stays_in_the_guard(stack: Stack, where: str, what: 
     assert all(thread["alive"] for rank in stack.status()["ranks"] for thread in rank["threads"])
 
 
+def test_a_close_that_hangs_is_named_and_its_end_is_noticed(stack: Stack) -> None:
+    """F117: the detach is done and requests are served; the next change is refused until the old store is closed."""
+    flag, body = odd(stack, "close", "hang")
+    code, answer = stack.put(body)
+    assert code == 200, answer
+    flag.touch()
+    try:
+        assert stack.detach("?wait_timeout_s=10")["changed"] is True
+        until(lambda: stack.status()["state"] == "quarantined", "the news of a close that hangs")
+        code, answer = stack.put(stack.body("next", wait_timeout_s=10))
+        assert (code, answer["error"]["code"]) == (409, "quarantined"), answer
+        assert answer["error"]["details"]["reason"] == "threads_stuck", answer
+        stack.server.generate(prompt(64))
+    finally:
+        flag.unlink(missing_ok=True)
+    until(lambda: stack.status()["state"] == "detached", "the end of the quarantine")
+    stack.attach("next", wait_timeout_s=10)
+
+
 def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:
     """F49: refused by name; nothing is left of it."""
     flag, body = odd(stack, "start", "nameless")

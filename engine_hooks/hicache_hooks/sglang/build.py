@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -90,7 +91,8 @@ def _check_directory(name: str, backend: Any, path: str | None) -> None:
 def wait_and_close(backend: Any, timeout_s: float) -> list[str]:
     """Close a backend once no call is inside it; *closer* thread.
 
-    A guard closes its store when the last call has left it, one that was given up too: that is waited for.
+    A guard closes its store when the last call has left it, one that was given up too: that is waited for. The store's
+    own close gets a thread of its own, for it may hang. Call it again to go on waiting.
 
     Returns:
         What still runs in it after ``timeout_s``; then it stays open (F117).
@@ -101,8 +103,16 @@ def wait_and_close(backend: Any, timeout_s: float) -> list[str]:
         if time.monotonic() >= until:
             return [f"{in_flight()} storage calls"]
         time.sleep(0.005)
-    close_backend(backend)
-    while isinstance(backend, StorageGuard) and not backend.closed:
+    if not isinstance(backend, StorageGuard):  # it could not be guarded: nobody can say whether it is closed
+        close_backend(backend)
+        return []
+    closer = threading.Thread(target=close_backend, args=(backend,), name="hicache-store-close", daemon=True)
+    try:
+        closer.start()
+    except RuntimeError:
+        return ["no thread to close it with"]
+    closer.join(max(0.0, until - time.monotonic()))
+    while not backend.closed:
         if time.monotonic() >= until:
             return backend.given_up() or ["the store's own close"]
         time.sleep(0.005)
