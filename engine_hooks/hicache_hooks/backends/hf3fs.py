@@ -7,7 +7,6 @@ restarted ranks find a file of their own. Metadata needs no server (``hf3fs_inde
 """
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -24,6 +23,7 @@ from hicache_hooks.backends.hf3fs_ring import Clients, Lane, RingFailed
 from hicache_hooks.backends.native import OpenState
 from hicache_hooks.backends.options import invalid
 from hicache_hooks.backends.registry import BackendSpec
+from hicache_hooks.backends.slots import open_locked
 from hicache_hooks.backends.upkeep import Upkeep, part_or_raise
 from hicache_proto.model import LAYOUTS
 
@@ -100,16 +100,9 @@ class Hf3fsStore:
         space = blake2b(self._context.namespace.encode(), digest_size=8).hexdigest()
         for number in range(MAX_FILES):
             path = f"{self._prefix}.{space}.{host}.{number}.bin"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                continue
-            except OSError:
-                os.close(fd)
-                raise
-            return fd, path
+            fd = open_locked(path)
+            if fd is not None:
+                return fd, path
         raise OSError(errno.EBUSY, f"all {MAX_FILES} files are in use")
 
     def register(self, pool: memoryview) -> None:

@@ -33,15 +33,30 @@ def claim(root: str) -> Slot:
     os.makedirs(root, mode=0o700, exist_ok=True)
     for i in range(MAX_SLOTS):
         path = os.path.join(root, f"slot-{i}")
-        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
+        fd = open_locked(f"{path}.lock")
+        if fd is None:
             continue
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
         except OSError:
             os.close(fd)
             raise
-        os.makedirs(path, mode=0o700, exist_ok=True)
         return Slot(path, fd)
     raise OSError(f"all {MAX_SLOTS} directories are in use")
+
+
+def open_locked(path: str) -> int | None:
+    """Open or create the file ``path`` for this process alone; None: another one has it. Closing lets it go.
+
+    Raises:
+        OSError: it cannot be opened or locked.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(fd)
+        if isinstance(exc, BlockingIOError):
+            return None
+        raise
+    return fd
