@@ -133,3 +133,19 @@ def test_instances_stand_side_by_side(rig: Rig) -> None:
     assert [rig.control(path) for path in paths] == ["engine_down"] * 2
     rig.run("systemctl", "stop", "hicache-sidecar@llm0.service", "hicache-sidecar@llm1.service")
     assert rig.show("Result", "hicache-sidecar@llm0.service") == "success"
+
+
+def test_a_damaged_journal_is_recovered_as_the_readme_says(rig: Rig) -> None:
+    """Its command runs as the daemon's user outside the unit: that user reads the configuration by its group, and owns
+    what the stopped units left. The program itself lies out of its reach here, so a shell does what it would do."""
+    rig.run("systemctl", "start", SOCKET, SERVICE)
+    rig.run("systemctl", "stop", SOCKET, SERVICE)
+    as_daemon = ("runuser", "-u", "hicache-sidecar", "--")
+    assert "hicache" in rig.run(*as_daemon, "id", "-nG").split()
+    rig.run(*as_daemon, "test", "-r", "/etc/hicache-sidecar/sidecar.toml")
+    for folder in ("/run/hicache-sidecar", "/var/lib/hicache-sidecar"):
+        rig.run(*as_daemon, "test", "-w", folder)
+    rig.run(*as_daemon, "test", "-w", "/var/lib/hicache-sidecar/journal")
+    rig.run(*as_daemon, "rm", "-f", PATH)  # a stale socket is replaced
+    rig.run("systemctl", "start", SOCKET, SERVICE)
+    assert rig.control() == "engine_down"
