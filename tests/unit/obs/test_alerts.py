@@ -37,6 +37,7 @@ def test_every_metric_of_a_rule_is_served(rule: dict[str, Any]) -> None:
     ("alert", "state"),
     [
         ("HicacheEngineDown", State.ENGINE_DOWN),
+        ("HicacheBypassed", State.BYPASSED),
         ("HicacheSplit", State.SPLIT),
         ("HicacheQuarantined", State.QUARANTINED),
     ],
