@@ -337,6 +337,15 @@ async def test_bypass_works_during_an_operation(tmp_path):
         assert not (await side.ask(api.BypassRequest(enabled=True))).changed
 
 
+async def test_a_bypass_of_nothing_says_so(tmp_path):
+    """A bypass belongs to the store that is attached; who sets it before an attach must not believe that it stays."""
+    async with rig(tmp_path) as (side, _stub):
+        assert "nothing is attached" in (await side.ask(api.BypassRequest(enabled=True))).message
+        assert "nothing is attached" not in (await side.ask(api.BypassRequest(enabled=False))).message
+        await side.attach()
+        assert "nothing is attached" not in (await side.ask(api.BypassRequest(enabled=True))).message
+
+
 async def test_backends_and_ranks(tmp_path):
     """The documents from the ranks' own words."""
     async with rig(tmp_path, dp=2) as (side, _stub):

@@ -43,7 +43,9 @@ class Direct:
         ctx = self.ctx
         if not ctx.registry.live:
             ctx.require_engine()
-        was = [session.report.state.bypass for session in ctx.registry.live.values()]
+        states = [session.report.state for session in ctx.registry.live.values()]
+        was = [state.bypass for state in states]
+        vain = request.enabled and all(state.backend is None for state in states)
         answers = await ctx.ask_all(Bypass(enabled=request.enabled), trio.current_time() + ctx.settings.call_s)
         _refuse(answers)
         ctx.hub.publish("bypass", enabled=request.enabled)
@@ -56,6 +58,7 @@ class Direct:
             changed=any(before != request.enabled for before in was),
             bypass=request.enabled,
             message=f"bypass is {word} on {len(answers)} ranks"
+            + ("; nothing is attached, and a store that is attached later is not bypassed" if vain else "")
             + (f"; not connected: {', '.join(map(str, missing))}" if missing else ""),
             ranks=rows,
         )
