@@ -14,6 +14,7 @@ from hicache_hooks.backends import nixl_probe
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
 from hicache_hooks.backends.nixl_agent import Transfers
 from hicache_hooks.backends.nixl_file import NixlFiles
+from hicache_hooks.backends.nixl_lanes import LANES, Lanes
 from hicache_hooks.backends.nixl_object import NixlObjects
 from hicache_hooks.backends.nixl_options import FILE_PLUGINS, NixlOptions
 from hicache_hooks.backends.registry import BackendSpec
@@ -46,18 +47,17 @@ class NixlStore:
         parameters = options.parameters({key: value for key, value in secrets.items() if value})
         posix_aio = self._plugin == "POSIX" and options.use_posix_aio is True
         self._inner = f"{self._plugin}{_mode(options) if self._plugin == 'POSIX' else ''}"
-        segment = "FILE" if files else "OBJ"
-        self._transfers = Transfers(self._plugin, parameters, segment, rebuild_after_error=posix_aio)
-        self._writers = (
-            self._transfers if files else Transfers(self._plugin, parameters, segment, rebuild_after_error=False)
-        )
-        self._store: NixlFiles | NixlObjects = (
-            NixlFiles(options, context, self._transfers)
-            if files
-            else NixlObjects(options, context, self._transfers, secrets, self._writers)
-        )
-        if isinstance(self._store, NixlFiles):  # of objects the guard infers it
-            self.epoch = self._file_epoch
+        self._movers: list[Lanes | Transfers]
+        self._store: NixlFiles | NixlObjects
+        if files:
+            lanes = Lanes(self._plugin, parameters, rebuild_after_error=posix_aio, count=_lanes(self._plugin))
+            self._movers = [lanes]
+            self._store = NixlFiles(options, context, lanes)
+            self.epoch = self._file_epoch  # of objects the guard infers it
+        else:
+            readers, writers = (Transfers(self._plugin, parameters, "OBJ", rebuild_after_error=False) for _ in range(2))
+            self._movers = [readers, writers]
+            self._store = NixlObjects(options, context, readers, secrets, writers)
 
     def open(self) -> None:
         """Make the agent and the store.
@@ -67,9 +67,8 @@ class NixlStore:
             OSError: directory or server cannot be used.
         """
         self._pid = os.getpid()
-        self._transfers.open()
-        if self._writers is not self._transfers:
-            self._writers.open()
+        for mover in self._movers:
+            mover.open()
         self._store.open()
         self._open = True
 
@@ -77,16 +76,15 @@ class NixlStore:
         """The plugin gets every pool, whether or not it would do without."""
         self._usable()
         if isinstance(self._store, NixlFiles):  # objects go through bounce buffers
-            self._transfers.register(pool)
+            self._movers[0].register(pool)
 
     def close(self) -> None:
         """Idempotent; in a forked child it only forgets."""
         self._open = False
         if os.getpid() == self._pid:
             self._store.close()
-        self._transfers.close()
-        if self._writers is not self._transfers:
-            self._writers.close()
+        for mover in self._movers:
+            mover.close()
 
     def _usable(self) -> None:
         if os.getpid() != self._pid:
@@ -130,7 +128,8 @@ class NixlStore:
     def health(self) -> dict[str, Any]:
         """Facts for status; asks the bucket of OBJ."""
         self._usable()
-        facts = {"inner": self._inner, "in_flight_cap": self._transfers.cap, "agents_rebuilt": self._transfers.rebuilt}
+        rebuilt = sum(mover.rebuilt for mover in self._movers)
+        facts = {"inner": self._inner, "in_flight_cap": self._movers[0].cap, "agents_rebuilt": rebuilt}
         return facts | self._store.health()
 
     def _file_epoch(self) -> str:
@@ -146,10 +145,19 @@ def _mode(options: NixlOptions) -> str:
 
 
 def manifest_of(options: NixlOptions, env: Mapping[str, str]) -> Manifest:
-    """Files are moved in larger calls: each registers its files, and makes and posts a transfer (0.15 ms and more)."""
+    """Files are moved in larger calls: each registers its files, and makes and posts a transfer (0.15 ms and more).
+
+    Not more calls at a time than agents: the next would wait inside the library, where this thread can make no sums.
+    """
     if options.chosen not in FILE_PLUGINS:
         return NixlStore.manifest
-    return msgspec.structs.replace(NixlStore.manifest, batch_bytes=LARGE_BATCH)
+    calls = LANES if options.chosen == "POSIX" else 0  # a driver moves the bytes itself
+    return msgspec.structs.replace(NixlStore.manifest, batch_bytes=LARGE_BATCH, calls=calls)
+
+
+def _lanes(plugin: str) -> int:
+    # A driver's registration of the pool is dear.
+    return LANES if plugin == "POSIX" else 1
 
 
 SPEC = BackendSpec(

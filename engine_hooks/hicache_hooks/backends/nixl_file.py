@@ -19,8 +19,9 @@ from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.backends.file_epoch import EpochFile
 from hicache_hooks.backends.file_paths import DIR_MODE, FILE_MODE, StorePaths, TempArea, page_files, safe
 from hicache_hooks.backends.free_space import FULL, FreeSpace
-from hicache_hooks.backends.nixl_agent import TransferFailed, Transfers, address_of
+from hicache_hooks.backends.nixl_agent import TransferFailed, address_of
 from hicache_hooks.backends.nixl_cleaner import Cleaner
+from hicache_hooks.backends.nixl_lanes import Lanes
 from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_proto.errors import PrepareFailed
 
@@ -61,7 +62,7 @@ class _Directory:
 class NixlFiles:
     """The store behind ``nixl.NixlStore``; ``transfers`` belongs to it."""
 
-    def __init__(self, options: NixlOptions, context: StoreContext, transfers: Transfers) -> None:
+    def __init__(self, options: NixlOptions, context: StoreContext, transfers: Lanes) -> None:
         """No I/O."""
         roots = (options.storage_dir or "").split(",")
         self._dirs = [_Directory(root, context.namespace) for root in roots]
