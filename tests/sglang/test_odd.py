@@ -1,11 +1,14 @@
 """Stores that fail as no store should, and the engine's own API in the middle of our operation."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.rigs.sglang_server import CALL_S, Stack, from_storage, ids_of, prompt, until
+
+EXTRA = "hicache_storage_backend_extra_config_json"
 
 
 def odd(stack: Stack, where: str, what: str) -> tuple[Path, dict[str, Any]]:
@@ -53,6 +56,20 @@ def test_a_close_that_hangs_is_named_and_its_end_is_noticed(stack: Stack) -> Non
         flag.unlink(missing_ok=True)
     until(lambda: stack.status()["state"] == "detached", "the end of the quarantine")
     stack.attach("next", wait_timeout_s=10)
+
+
+def test_a_store_that_hangs_in_the_canary(stack: Stack) -> None:
+    """F46: it costs one deadline, and the builder is free for the next store while the call still hangs."""
+    flag, body = odd(stack, "exists", "hang")
+    body = stack.dynamic("OddStore", "odd-canary", {**json.loads(body[EXTRA]), "guard_deadline_s": 0.5})
+    flag.touch()
+    try:
+        code, answer = stack.put(body)
+        assert (code, answer["error"]["code"]) == (502, "prepare_failed"), answer
+        assert answer["error"]["details"]["reason"] == "canary_late", answer
+        stack.attach("well", wait_timeout_s=10)
+    finally:
+        flag.unlink(missing_ok=True)
 
 
 def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:

@@ -52,6 +52,8 @@ class BackendBuilder:
         path = options.get(FILE_PATH_KEY) if config.backend == FILE else None
         backend = _step("constructor", lambda: self._construct(config.backend, storage_config, path or None))
         try:
+            if isinstance(backend, StorageGuard):
+                backend.tune_guard(running.knobs.guard)  # its deadline holds from the canary on
             _go_on(cancelled)
             _check_directory(config.backend, backend, path or None)
             _step("registration of the host pools", lambda: versions.register_pools(backend, self._controller))

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from hicache_hooks.guard import describe_exception
 from hicache_hooks.sglang import versions
+from hicache_hooks.sglang.deadline import CallTimedOut
 from hicache_hooks.sglang.storage_guard import StorageGuard
 from hicache_proto.errors import PrepareFailed
 
@@ -43,9 +44,10 @@ def run_canary(backend: Any, controller: Any, storage_config: Any, name: str, na
     """Prove ``backend``, whose host pools are registered; leaves one page in it.
 
     Raises:
-        PrepareFailed: ``details.reason`` as the embedded engine's canary.
+        PrepareFailed: ``details.reason`` as the embedded engine's canary, or ``canary_late``.
     """
-    store = getattr(backend, "inner", backend)  # the guard turns failures into misses; here they must be seen
+    # The guard turns failures into misses; here they must be seen.
+    store = _InTime(backend) if isinstance(backend, StorageGuard) else backend
     zero_copy = versions.is_zero_copy(name, storage_config)
     key, absent = canary_key(namespace), absent_key(namespace)
     if _call("canary_exists_mismatch", lambda: store.batch_exists([absent])):
@@ -57,6 +59,29 @@ def run_canary(backend: Any, controller: Any, storage_config: Any, name: str, na
         _zero_copy(backend, store, controller, key, patience_s)
     else:
         _generic(store, controller.storage_host_pool, key, patience_s)
+
+
+class _InTime:
+    """A guarded store's own answers, with the guard's deadline wherever the call touches no page of the engine's.
+
+    A store that hangs then fails this PREPARE instead of keeping the builder from the next one. It is closed when the
+    call has left it.
+    """
+
+    def __init__(self, guard: StorageGuard) -> None:
+        self._guard, self._store = guard, guard.inner
+
+    def batch_exists(self, keys: list[str]) -> Any:
+        return self._guard.in_time(lambda: self._store.batch_exists(keys))
+
+    def batch_set(self, keys: list[str], pages: list[Any]) -> Any:
+        return self._guard.in_time(lambda: self._store.batch_set(keys, pages))
+
+    def batch_get(self, keys: list[str], pages: list[Any]) -> Any:
+        return self._guard.in_time(lambda: self._store.batch_get(keys, pages))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def _write(write: Callable[[], bool], patience_s: float) -> None:
@@ -156,6 +181,8 @@ def _call(reason: str, call: Any) -> Any:
         return call()
     except NotImplementedError as exc:
         failed, reason = exc, "backend_contract"
+    except CallTimedOut:
+        _fail("canary_late", "the store did not answer the canary within guard_deadline_s")
     except BaseException as exc:  # SystemExit too: the thread is the engine's (F38)
         failed = exc
     _fail(reason, f"the store failed: {describe_exception(failed)}")

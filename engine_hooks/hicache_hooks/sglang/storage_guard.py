@@ -62,6 +62,14 @@ class StorageGuard:
         """The live keys ``guard_...``."""
         self._core.tune(told)
 
+    def in_time(self, work: Callable[[], T]) -> T:
+        """``work`` on the store itself, with the deadline of a call and nothing else of the guard.
+
+        Only for calls that touch no memory of the engine (rule 5). Raises as ``CallThreads.call``.
+        """
+        done: T = self._core.bounded(work)
+        return done
+
     def in_flight(self) -> int:
         """Engine threads inside the store now: a COMMIT waits for 0."""
         return self._core.in_flight()

@@ -1,6 +1,9 @@
 """PREPARE's canary on the zero-copy contract, and what becomes of the host page that it borrows."""
 
+import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +45,36 @@ class Pool:
 
     def get_data_page(self, index: int) -> Any:
         return self.kv_buffer[index : index + TOKENS]
+
+
+class Silent:
+    """A store of the copy path that answers no lookup until it may."""
+
+    def __init__(self) -> None:
+        self.may, self.closed = threading.Event(), threading.Event()
+
+    def batch_exists(self, keys: list[str]) -> int:
+        self.may.wait(30)
+        return 0
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_silent_store_costs_one_deadline_and_is_closed_when_it_lets_go() -> None:
+    """F46, F27."""
+    store = Silent()
+    guard: Any = StorageGuard()
+    guard._inner, guard._pools, guard._empty_result = store, PoolMemory(), lambda: "empty"
+    guard._core = GuardCore("silent", GuardSettings(deadline_s=0.05), time.monotonic, store.close)
+    config = SimpleNamespace(is_storage_writer=True, tp_rank=0, extra_config=None)
+    with pytest.raises(PrepareFailed) as caught:
+        run_canary(guard, Controller(Pool()), config, "file", "0" * 32)
+    assert caught.value.details["reason"] == "canary_late"
+    guard.close()
+    assert not store.closed.is_set()
+    store.may.set()
+    assert store.closed.wait(10)
 
 
 class Store:
