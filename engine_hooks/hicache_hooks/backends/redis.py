@@ -33,6 +33,7 @@ _EMPTYING = ("cmdstat_flushall", "cmdstat_flushdb", "cmdstat_swapdb")
 BATCH_BYTES = 16 << 20  # of one pipeline or MGET: bounds what client and server hold at once
 SCAN_COUNT = 1000
 MAX_VALUE = 512 << 20  # Redis's own limit of a string
+READ_BYTES = 1 << 20  # one receive; the client's own 64 KiB are 16 of them a page, each of which lets the lock go
 CONNECT_S = 2.0
 _GLOB = str.maketrans({c: f"\\{c}" for c in "*?[]\\^-"})
 
@@ -93,6 +94,8 @@ class RedisStore:
         layouts=LAYOUTS,
         parallel_axes=("tp", "pp"),
         summary="one string per page in Redis or Valkey",
+        batch_bytes=BATCH_BYTES,
+        calls=1,  # the client reads under the interpreter lock: a second call only takes it away from the first
     )
 
     def __init__(self, options: RedisOptions, context: StoreContext, env: Mapping[str, str]) -> None:
@@ -129,7 +132,7 @@ class RedisStore:
         self._pid = os.getpid()
         self._client = redis.Redis.from_url(
             options.url, password=self._password or None, socket_timeout=options.timeout_s,
-            retry=Retry(NoBackoff(), 0), **wait, **tls,
+            retry=Retry(NoBackoff(), 0), socket_read_size=READ_BYTES, **wait, **tls,
         )  # fmt: skip
         self._ask(lambda r: r.ping())
 
