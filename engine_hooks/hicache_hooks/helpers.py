@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,9 @@ class Helpers:
         with self._lock:
             helper = self._idle.pop() if self._idle else None
         if helper is not None:
-            taken = helper
-            if not self._postpone(lambda: taken.jobs.put((job, name))):
-                taken.jobs.put((job, name))
+            wake = partial(helper.jobs.put, (job, name))
+            if not self._postpone(wake):
+                wake()
         else:
             self._launch(lambda: self._start(job, name, failed))
 

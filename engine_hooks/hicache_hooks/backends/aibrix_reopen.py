@@ -69,7 +69,8 @@ class Reopener:
         if stuck:
             with self._state.alone(ALONE_S):
                 self._reopen()
-        self._suspect = not self._writes()
+                stuck = not self._writes()
+        self._suspect = stuck
 
     def _writes(self) -> bool:
         store = self._connector.store

@@ -28,9 +28,8 @@ from hicache_proto.errors import PrepareFailed
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 BLOCK = 4096  # of O_DIRECT: the smallest that every file system takes
-TOUCH_S = (
-    60.0  # a page read again within it is not marked as used again: a write to its inode at each read, for nothing
-)
+# A page read again within it is not marked as used again: a write to its inode at each read, for nothing.
+TOUCH_S = 60.0
 
 
 class _Directory:

@@ -141,7 +141,8 @@ class Workers(Generic[T]):
         self._slots = [_Slot(f"{name}-{i}") for i in range(count)]
         self._late: dict[threading.Thread, Run] = {}
         self._serial = itertools.count(1)
-        self._started = self._grown = self._stopping = False
+        self._started = self._stopping = False
+        self._growing = self._grown = False  # the others are being started, or were
         self._moved = time.monotonic()  # last completion, or when work came to an idle queue
         self._done = threading.Condition()
         self._lock = threading.Lock()
@@ -157,13 +158,15 @@ class Workers(Generic[T]):
         self._started = True
 
     def _grow(self) -> None:
-        """Start the others. *worker* thread."""
+        """Start the others, once. *worker* thread."""
         with self._lock:
-            if not self._grown and not self._stopping:
-                self._grown = True
-                for slot in self._slots:
-                    if slot.thread is None:
-                        self._replace(slot)
+            if self._growing or self._stopping:
+                return
+            self._growing = True
+            for slot in self._slots:
+                if slot.thread is None:
+                    self._replace(slot)
+            self._grown = True  # not before: who submits meanwhile must not wait for the lock to fill these places
 
     def _spawn(self, slot: _Slot) -> None:
         # Daemon threads: a thread stuck in a native call must not keep the process from ending.
@@ -241,7 +244,7 @@ class Workers(Generic[T]):
             run.item = item
             _here.run = run
             try:
-                if not self._grown:
+                if not self._growing:
                     self._grow()
                 item.run()
             except Exception as error:

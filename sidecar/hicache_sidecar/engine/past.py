@@ -144,23 +144,26 @@ class Past:
                 hint="resolve reapply, or attach with swap, brings all ranks to one state",
             )
         if self._desired_already(states[0]):
-            return self._nothing_to_adopt(job)
+            return self._adopted(job, "", ctx_revision(ctx))
         job.n = ctx.book.next_n([ctx.registry.highest_n()])
         state = self._to_adopt(states[0])
         await trio.to_thread.run_sync(
             lambda: ctx.book.adopt(state, job.n, job.n, actor=job.actor, reason=job.reason or "resolve adopt")
         )
         ctx.digest, ctx.split = states[0].config_digest, ""
-        for rank in ctx.registry.live:
-            job.result(rank, True, "adopted")
+        return self._adopted(job, "what the ranks run is the desired state now", job.n)
+
+    def _adopted(self, job: Job, changed: str, revision: int) -> api.OperationAnswer:
+        for rank in self.ctx.registry.live:
+            job.result(rank, True, "adopted" if changed else "already so")
         return api.OperationAnswer(
             success=True,
-            changed=True,
+            changed=bool(changed),
             changed_keys=[],
-            message="what the ranks run is the desired state now",
+            message=changed or "no drift: what the ranks run is the desired state already",
             operation_id=job.id,
-            revision=job.n,
-            state=str(status.overall(ctx.registry, None)[0]),
+            revision=revision,
+            state=str(status.overall(self.ctx.registry, None)[0]),
             ranks=job.results(),
         )
 
@@ -172,20 +175,6 @@ class Past:
             return False
         known = state.backend is None or (ctx.digest != "" and ctx.digest == state.config_digest)
         return known and not status.drift(ctx.registry, ctx.book.desired[0], ctx.digest)
-
-    def _nothing_to_adopt(self, job: Job) -> api.OperationAnswer:
-        for rank in self.ctx.registry.live:
-            job.result(rank, True, "already so")
-        return api.OperationAnswer(
-            success=True,
-            changed=False,
-            changed_keys=[],
-            message="no drift: what the ranks run is the desired state already",
-            operation_id=job.id,
-            revision=ctx_revision(self.ctx),
-            state=str(status.overall(self.ctx.registry, None)[0]),
-            ranks=job.results(),
-        )
 
     def _to_adopt(self, state: EffectiveState) -> TargetState:
         """What a rank runs; with the config as it was given, secrets and all, where that is the desired one."""

@@ -95,6 +95,33 @@ def test_the_first_thread_starts_the_others_when_work_comes(monkeypatch: pytest.
     assert (first.ended, workers.alive) == (["ran"], 0)
 
 
+def test_who_submits_while_the_others_are_started_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler submits; starting a thread may take milliseconds on a loaded machine."""
+    starting, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def slow(it: threading.Thread) -> None:
+        if it.name == "w-1":
+            starting.set()
+            assert go_on.wait(WAIT_S)
+        start(it)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    workers: Workers[Job] = Workers("w", 3)
+    workers.start()
+    jobs = [Job(), Job()]
+    assert workers.submit(jobs[:1])
+    assert starting.wait(WAIT_S)
+    scheduler = threading.Thread(target=workers.submit, args=(jobs[1:],), name="scheduler", daemon=True)
+    scheduler.start()
+    scheduler.join(1.0)
+    waited = scheduler.is_alive()
+    go_on.set()
+    assert not waited
+    assert all(job.through.wait(WAIT_S) for job in jobs)
+    assert _stop(workers) == []
+
+
 def test_when_the_system_has_no_more_threads_the_first_one_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     workers: Workers[Job] = Workers("w", 3)
     workers.start()
