@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from tests.rigs.stores.aibrix import AibrixBothStand, AibrixRocksdbStand, Aibrix
 from tests.rigs.stores.host import CallFailed, Host
 
 from hicache_hooks.backends.aibrix import RESET_EVERY, AibrixStore
-from hicache_hooks.backends.aibrix_options import AibrixOptions
+from hicache_hooks.backends.aibrix_direct import direct_reads
+from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, AibrixOptions
 from hicache_hooks.backends.base import Got, StoreContext
 
 MISSING = AibrixStand.missing()
@@ -315,3 +317,20 @@ def test_without_a_time_to_live_the_database_is_a_plain_one(tmp_path: Path, ttl_
     database = rocksdict.Rdict(path, rocksdict.Options(raw_mode=True), access_type=rocksdict.AccessType.read_only())
     assert len(database[key(1).encode()]) == PAGE + added
     database.close()
+
+
+@pytest.mark.parametrize("other_version", [False, True])
+def test_rocksdb_without_dram_is_read_past_the_vendors_manager(made: Made, tmp_path: Path, other_version: bool) -> None:
+    """Each page by itself around a hole; a version that names its values in another way is read through its manager."""
+    config = {"l1_capacity_gb": 0, "l2_backend": "ROCKSDB", "l2_options": {"rocksdb_root": str(tmp_path)}}
+    store = made(config)
+    asked: list[Any] = []
+    if other_version:
+        assert direct_reads(SimpleNamespace(_l1_cache=None), store._hashes, PAGE, BLOCK_TOKENS) is None
+        store._direct = None
+    real = store._manager.acquire
+    store._manager.acquire = lambda *args: asked.append(args) or real(*args)
+    assert put(store, 1, 2, 4, 5) == [True] * 4
+    assert get(store, 1, 2, 3, 4, 5) == [Got.HIT, Got.HIT, Got.MISS, Got.HIT, Got.HIT]
+    assert bool(asked) == other_version
+    assert store.batch_exists([key(3), key(4)]) == [False, True]

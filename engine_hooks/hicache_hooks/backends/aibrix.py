@@ -5,8 +5,8 @@ Rules:
 1. One page buffer, trailer included, is one block of the vendor's. Pages are copied in and out of its slabs.
 2. A batch counts as far as the vendor says, from the front; what lies behind a hole is asked for again. L1, RocksDB
    and the mock end a read at the first hole (tried). With SHFS, and who knows with what else, ``get`` counts what it
-   found, wherever the holes are, and hands out blocks that nobody filled: there reads ask ``exists`` first and trust
-   its prefix only, and a batch that came back shorter than that is read again one by one.
+   found, wherever the holes are, and hands out blocks that nobody filled: there reads ask ``exists`` first, trust its
+   prefix only, and read one by one where less came. RocksDB alone is read past all that (``aibrix_direct``).
 3. A put that was taken in part, or that raised, is asked for, page by page. Within a process a page is put by one
    thread at a time: two of SHFS's writers take each other's temporary file away.
 4. A page that exists and cannot be read (another length) is removed, else it would be a stale hit for ever.
@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from hicache_hooks.backends.aibrix_direct import DirectReads, direct_reads
 from hicache_hooks.backends.aibrix_known import Known
-from hicache_hooks.backends.aibrix_look import L1View, stored, view
+from hicache_hooks.backends.aibrix_look import L1View, facts, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
 from hicache_hooks.backends.aibrix_reopen import Reopener
@@ -78,6 +79,7 @@ class AibrixStore:
         self._known = Known(enabled=options.keeps_all)
         self._l1: L1View | None = None
         self._reopener: Reopener | None = None
+        self._direct: DirectReads | None = None
 
     def open(self) -> None:
         """Make the manager.
@@ -99,6 +101,7 @@ class AibrixStore:
         with suppress(AttributeError, ImportError):  # another version of the package: it is asked by its API
             self._l1 = view(self._manager, BLOCK_TOKENS)
         if self._options.l2_backend == "ROCKSDB":
+            self._direct = direct_reads(self._manager, self._hashes, self._page_bytes, BLOCK_TOKENS)
             self._reopener = Reopener(
                 self._manager._l2_cache._backend, self._state,
                 unasked=bool(self._options.l1_capacity_gb), reopened=self._known.clear,
@@ -193,7 +196,9 @@ class AibrixStore:
         with self._state.inside():
             self._check(pages)
             try:
-                if self._options.l2_backend in ENDS_AT_HOLES:
+                if self._direct is not None:
+                    self._read_direct(self._direct, todo, got)
+                elif self._options.l2_backend in ENDS_AT_HOLES:
                     self._read_fronts(todo, got, arrived)
                 else:
                     self._read_asking(list(todo), todo, got)
@@ -203,6 +208,11 @@ class AibrixStore:
             if page is not todo[key] and got[key] is Got.HIT:
                 page[:] = todo[key]
         return [got[key] for key in keys]
+
+    def _read_direct(self, direct: DirectReads, todo: dict[str, memoryview], got: dict[str, Got]) -> None:
+        if odd := direct.read(todo, got):
+            self._tidy(lambda: self._remove(odd))  # rule 4
+        self._known.drop(key for key in todo if got[key] is Got.MISS)
 
     def _read_fronts(self, todo: dict[str, memoryview], got: dict[str, Got], arrived: Callable[[str], None]) -> None:
         """Nothing is asked first: a question costs a tenth of the read."""
@@ -348,15 +358,11 @@ class AibrixStore:
             RuntimeError: it is not open.
         """
         with self._state.inside():
-            l1 = getattr(self._manager, "_l1_cache", None)
-            options = self._options.l2_options
             return {
-                "inner": self._options.inner,
+                **facts(self._manager, self._options),
                 "l1_capacity_bytes": self._l1_bytes,
-                "l1_used_bytes": len(l1) if l1 is not None else 0,
-                "path": self._slot.path if self._slot else str(options.get("shfs_root", "")) or None,
+                "path": self._slot.path if self._slot else str(self._options.l2_options.get("shfs_root", "")) or None,
                 "reopened": self._reopener.count if self._reopener is not None else 0,
-                "rocksdb_ttl_s": options.get("rocksdb_ttl_s") if self._options.l2_backend == "ROCKSDB" else None,
             }
 
 
