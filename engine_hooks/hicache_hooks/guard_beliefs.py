@@ -4,6 +4,7 @@ still the store it was (``guard_epoch``). Both are dropped when it is not. The g
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from hicache_hooks.backends.base import Backend
 from hicache_hooks.guard_epoch import EpochWatch, Seen
@@ -18,6 +19,7 @@ class Beliefs:
     def __init__(self, name: str, backend: Backend, clock: Callable[[], float]) -> None:
         self._name = name
         self._negative = NegativeCache(clock)
+        self._forget: Callable[[], object] = getattr(backend, "forget", lambda: None)
         self.epochs = EpochWatch(backend, clock)
         self.tell_lost: Callable[[], None] = lambda: None
         self.look_soon: Callable[[], None] = lambda: None  # a look is due earlier than before
@@ -68,4 +70,6 @@ class Beliefs:
 
     def _drop(self) -> None:
         self._negative.clear()
+        with suppress(Exception):  # a dynamic class's own
+            self._forget()
         self.tell_lost()

@@ -47,6 +47,7 @@ class EpochWatch:
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self._backend = backend
         self._ask: Callable[[], str] | None = getattr(backend, "epoch", None)
+        self._confirm: Callable[[list[str]], list[bool]] | None = getattr(backend, "confirm", None)
         self._clock = clock
         self._known: dict[str, None] = {}
         self._confirmed = False  # inferred: one of the known keys was seen in the store
@@ -123,7 +124,7 @@ class EpochWatch:
     def _look(self, turn: int, keys: list[str]) -> Seen:
         if self._ask is not None:
             return Seen(turn, said=_ODD.sub("_", str(self._ask() or ""))[:MAX_CHARS])
-        found = self._backend.batch_exists(keys) if keys else []
+        found = (self._confirm or self._backend.batch_exists)(keys) if keys else []
         check_shape(found, len(keys), is_bool)
         return Seen(turn, found=dict(zip(keys, map(bool, found), strict=True)))
 

@@ -238,6 +238,32 @@ class EpochBK(BK):
         return str(self.rig_.epoch)
 
 
+class RememberingBK(BK):
+    """Says of what it has stored or found that it exists, without looking."""
+
+    def __init__(self, options: dict[str, Any], context: StoreContext) -> None:
+        super().__init__(options, context)
+        self.memory: set[str] = set()
+
+    def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
+        done = super().batch_put(keys, pages)
+        self.memory.update(keys)
+        return done
+
+    def batch_exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self.memory or key in self.rig_.data for key in keys]
+
+    def confirm(self, keys: Sequence[str]) -> list[bool]:
+        return super().batch_exists(keys)
+
+    def delete(self, keys: Sequence[str]) -> int:
+        self.memory.difference_update(keys)
+        return super().delete(keys)
+
+    def forget(self) -> None:
+        self.memory.clear()
+
+
 class RegisteringBK(BK):
     """Needs the pools registered."""
 

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from hicache_hooks.backends.aibrix_direct import DirectReads, direct_reads
-from hicache_hooks.backends.aibrix_known import Known
 from hicache_hooks.backends.aibrix_look import L1View, facts, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
 from hicache_hooks.backends.aibrix_reopen import Reopener
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
+from hicache_hooks.backends.known import Known
 from hicache_hooks.backends.native import OpenState, Turns
 from hicache_hooks.backends.options import invalid
 from hicache_hooks.backends.registry import BackendSpec

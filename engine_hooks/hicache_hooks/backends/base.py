@@ -54,6 +54,9 @@ class Backend(Protocol):
     Optional: ``epoch() -> str``, a short name of what the store holds, which is another one once the content is gone
     (restarted from nothing, emptied, replaced) and the same after a restart that lost nothing; "" when it cannot be
     said now. Asked every few seconds, so it must be cheap. Without it the guard infers (``guard_epoch``, F70).
+
+    Optional, together, where ``batch_exists`` answers from memory: ``confirm(keys) -> list[bool]``, the same asked of
+    the store itself, and ``forget()``, which drops that memory: short, called when the content is gone.
     """
 
     manifest: ClassVar[Manifest]

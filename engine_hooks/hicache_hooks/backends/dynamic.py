@@ -26,7 +26,7 @@ REQUIRED_METHODS = {
     "open": 0, "register": 1, "batch_put": 2, "batch_get": 2, "batch_exists": 1, "delete": 1, "set_aside": 2,
     "clear": 0, "health": 0, "close": 0,
 }  # fmt: skip
-OPTIONAL_METHODS = {"epoch": 0}
+OPTIONAL_METHODS = {"epoch": 0, "confirm": 1, "forget": 0}
 _RESTRICTIVE = Manifest(
     name="dynamic", layouts=("page_first",), alignment=4096, shared=False, summary="no manifest: most restrictive"
 )

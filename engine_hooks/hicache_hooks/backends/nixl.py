@@ -58,6 +58,7 @@ class NixlStore:
             readers, writers = (Transfers(self._plugin, parameters, "OBJ", rebuild_after_error=False) for _ in range(2))
             self._movers = [readers, writers]
             self._store = NixlObjects(options, context, readers, secrets, writers)
+            self.confirm, self.forget = self._confirm_objects, self._store.forget
 
     def open(self) -> None:
         """Make the agent and the store.
@@ -131,6 +132,11 @@ class NixlStore:
         rebuilt = sum(mover.rebuilt for mover in self._movers)
         facts = {"inner": self._inner, "in_flight_cap": self._movers[0].cap, "agents_rebuilt": rebuilt}
         return facts | self._store.health()
+
+    def _confirm_objects(self, keys: Sequence[str]) -> list[bool]:
+        """See ``Backend.confirm``."""
+        self._usable()
+        return self._store.confirm(keys) if keys and isinstance(self._store, NixlObjects) else []
 
     def _file_epoch(self) -> str:
         """See ``Backend.epoch``."""

@@ -7,6 +7,8 @@ at its deadline, and the buffers of a late transfer come back when it ends. Read
 
 An object that is shorter than its page reads as DONE with the tail of the buffer as it was: the tail is marked before
 each read, and a mark that is still there is a miss.
+
+``exists`` asks the server only for pages that this process has neither stored nor seen (``known.py``).
 """
 
 import mmap
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.backends.file_paths import safe
+from hicache_hooks.backends.known import Known
 from hicache_hooks.backends.nixl_agent import Late, TransferFailed, Transfers
 from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_hooks.backends.s3_client import S3Client, S3Target
@@ -65,6 +68,7 @@ class NixlObjects:
         self._client: S3Client | None = None
         pages = max(1, min(BOUNCE_PAGES, BOUNCE_BYTES // max(1, context.page_bytes)))
         self._reads, self._writes = _Bounce(pages, self._page_bytes), _Bounce(pages, self._page_bytes)
+        self._known = Known(enabled=True)
         self._devices = count(1)  # unique among the keys that are registered at a time
 
     def open(self) -> None:
@@ -98,6 +102,7 @@ class NixlObjects:
             try:
                 done += self._put(keys[part], pages[part])
             except OSError as exc:
+                self.forget()
                 return stored_or_raise(done, len(keys), exc)
         return done
 
@@ -108,6 +113,7 @@ class NixlObjects:
             done = self._run("WRITE", keys, slots)
         if not any(done):
             raise TransferFailed("nixl: no object was taken")
+        self._known.add(key for key, yes in zip(keys, done, strict=True) if yes)
         return [yes or None for yes in done]  # the plugin does not say why one was not
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
@@ -118,6 +124,7 @@ class NixlObjects:
             try:
                 out += self._get(keys[part], pages[part])
             except OSError as exc:
+                self.forget()
                 return part_or_raise(out, len(keys), exc)
         return out
 
@@ -131,6 +138,8 @@ class NixlObjects:
                     results[i] = Got.MISS
                 elif moved[i]:
                     page[:] = slot
+        self._known.add(key for key, got in zip(keys, results, strict=True) if got is Got.HIT)
+        self._known.drop(key for key, got in zip(keys, results, strict=True) if got is not Got.HIT)
         failed = [i for i, yes in enumerate(moved) if not yes]
         if failed:  # the plugin does not say why; a missing object is no error
             try:
@@ -151,13 +160,30 @@ class NixlObjects:
             raise
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """See ``Backend.batch_exists``."""
+        self._s3()
+        found = self._known.has(keys)
+        asked = [key for key, known in zip(keys, found, strict=True) if not known]
+        answers = iter(self.confirm(asked) if asked else ())
+        return [known or next(answers) for known in found]
+
+    def confirm(self, keys: Sequence[str]) -> list[bool]:
         """By length: query_memory would count short objects, and blocks for 25 s without a server."""
-        return [length == self._page_bytes for length in self._s3().lengths([self._name(key) for key in keys])]
+        lengths = self._s3().lengths([self._name(key) for key in keys])
+        found = [length == self._page_bytes for length in lengths]
+        self._known.add(key for key, there in zip(keys, found, strict=True) if there)
+        self._known.drop(key for key, there in zip(keys, found, strict=True) if not there)
+        return found
+
+    def forget(self) -> None:
+        """A server that failed may come back without its pages."""
+        self._known.clear()
 
     # ------------------------------------------------------------ upkeep
 
     def delete(self, keys: Sequence[str]) -> int:
         """See ``Backend.delete``."""
+        self._known.drop(keys)
         names = [self._name(key) for key in keys]
         there = [name for name, length in zip(names, self._s3().lengths(names), strict=True) if length >= 0]
         self._s3().delete(there)
@@ -165,10 +191,12 @@ class NixlObjects:
 
     def set_aside(self, key: str) -> None:
         """Delete it: a copy for a look would cost a round trip of its bytes."""
+        self._known.drop([key])
         self._s3().delete([self._name(key)])
 
     def clear(self) -> int:
         """See ``Backend.clear``."""
+        self.forget()
         gone = 0
         batch: list[str] = []
         for name in self._s3().below(self._prefix):

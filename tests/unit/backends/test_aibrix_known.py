@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from hicache_hooks.backends import aibrix_known
+from hicache_hooks.backends import known as known_keys
 from hicache_hooks.backends.aibrix import AibrixStore
-from hicache_hooks.backends.aibrix_known import Known
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, AibrixOptions
 from hicache_hooks.backends.base import Got, StoreContext
+from hicache_hooks.backends.known import Known
 
 PAGE = 8192
 
@@ -131,7 +131,7 @@ def test_where_pages_go_by_themselves_or_others_write_the_store_is_asked(options
 
 def test_the_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """F43."""
-    monkeypatch.setattr(aibrix_known, "MAX_KEYS", 2)
+    monkeypatch.setattr(known_keys, "MAX_KEYS", 2)
     known = Known(enabled=True)
     known.add(["a", "b", "a", "c"])
     assert [known.prefix([key]) for key in "abc"] == [1, 0, 1]

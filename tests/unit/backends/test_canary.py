@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.rigs.backends import BK, Fault, NoBatchGetBK, Rig
+from tests.rigs.backends import BK, Fault, NoBatchGetBK, RememberingBK, Rig
 
 from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.canary import Scratch, run_canary
@@ -36,6 +36,16 @@ def test_a_good_store_passes_and_is_left_empty(rig: Rig) -> None:
     run_canary(backend(), FORMAT, scratch)
     assert rig.data == {}
     assert rig.calls["batch_exists"] == 6, "two look-ups after the write (F67)"
+
+
+@pytest.mark.parametrize("answer", ["none", "all"])
+def test_a_look_up_that_is_answered_from_memory_is_made_at_the_store_too(rig: Rig, answer: str) -> None:
+    """F67: what the store remembers of its own put shows nothing about its look-up."""
+    made = RememberingBK({}, CONTEXT)
+    made.open()
+    run_canary(made, FORMAT, Scratch(FORMAT.page_bytes))
+    rig.faults["batch_exists"] = Fault(answer=answer)
+    assert reason(made) == "canary_exists_mismatch"
 
 
 def test_the_file_store_passes(tmp_path: Path) -> None:

@@ -60,3 +60,69 @@ def test_writes_that_hang_hold_up_no_read(monkeypatch: pytest.MonkeyPatch) -> No
     writers.hangs, writers.over = False, True
     assert store.put(keys(n), pages(n)) == [True] * n
     store.close()
+
+
+class Bucket:
+    """The S3 requests beside the data path."""
+
+    def __init__(self, lengths: dict[str, int]) -> None:
+        self.objects = lengths
+        self.asked: list[list[str]] = []
+
+    def lengths(self, names: list[str]) -> list[int]:
+        self.asked.append(names)
+        return [self.objects.get(name, -1) for name in names]
+
+    def delete(self, names: list[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+    def close(self) -> None:
+        pass
+
+
+def store_of(monkeypatch: pytest.MonkeyPatch, agent: Agent, bucket: Bucket) -> NixlObjects:
+    options = NixlOptions(bucket="b", endpoint_override="http://h:1", timeout_s=0.2).effective({})
+    store = NixlObjects(options, CONTEXT, agent, {})  # type: ignore[arg-type]
+    monkeypatch.setattr(store, "_require_server", lambda: None)
+    store._client = bucket  # type: ignore[assignment]
+    return store
+
+
+def test_the_server_is_asked_only_for_pages_that_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored, found or read once is known; deleted, set aside or short is asked for."""
+    bucket = Bucket({"ns/7": PAGE, "ns/8": PAGE - 1})
+    store = store_of(monkeypatch, Agent(), bucket)
+    assert store.put(["ns.0", "ns.1"], pages(2)) == [True, True]
+    assert store.exists(["ns.0", "ns.7", "ns.1", "ns.8"]) == [True, True, True, False]
+    assert store.exists(["ns.0", "ns.7", "ns.8"]) == [True, True, False]
+    assert bucket.asked == [["ns/7", "ns/8"], ["ns/8"]]
+    assert store.delete(["ns.7"]) == 1
+    store.set_aside("ns.1")
+    assert store.exists(["ns.7", "ns.1", "ns.0"]) == [False, False, True]
+    assert store.confirm(["ns.0"]) == [False]
+    assert store.exists(["ns.0"]) == [False]
+    assert store.get(["ns.5"], pages(1)) == [Got.HIT]
+    assert store.exists(["ns.5"]) == [True]
+    store.forget()
+    assert store.exists(["ns.5"]) == [False]
+    store.close()
+    with pytest.raises(RuntimeError, match="not open"):
+        store.exists(["ns.5"])
+
+
+def test_what_a_failing_server_held_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come back without its pages; a page that could not be read is no longer promised."""
+    agent, bucket = Agent(), Bucket({})
+    store = store_of(monkeypatch, agent, bucket)
+    assert store.put(["ns.0", "ns.1"], pages(2)) == [True, True]
+    monkeypatch.setattr(agent, "run_each", lambda *args, **kwargs: [False])
+    assert store.get(["ns.0"], pages(1)) == [Got.MISS]
+    assert store.exists(["ns.0", "ns.1"]) == [False, True]
+    monkeypatch.undo()
+    monkeypatch.setattr(store, "_require_server", lambda: None)
+    agent.hangs = True
+    with pytest.raises(TimeoutError):
+        store.get(["ns.1"], pages(1))
+    assert store.exists(["ns.1"]) == [False]
+    store.close()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.rigs.backends import BK, EpochBK, Fault, Rig
+from tests.rigs.backends import BK, EpochBK, Fault, RememberingBK, Rig
 
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.guard import Guard
@@ -86,6 +86,19 @@ def test_an_emptied_store_has_no_hits_and_no_errors(cls: type[BK], rig: Rig, clo
         held.after(EVERY_S)
     assert (held.lost, held.guard.report().epoch_changes) == (1, 1)
     assert held.guard.report().epoch_change == EpochChange(n=change.n, old="1", new="2", how=how, ago_s=3 * EVERY_S)
+
+
+def test_a_store_that_answers_from_memory_is_asked_itself_and_forgets(rig: Rig, clock: Clock) -> None:
+    """Its memory would hide for ever that the content is gone."""
+    held = Held(RememberingBK, clock)
+    held.guard.batch_put(KEYS, pages(KEYS))
+    assert held.after(2.0) is None
+    rig.forget()
+    assert held.guard.batch_exists(KEYS) == [True] * 8
+    change = held.after(EVERY_S)
+    assert change is not None
+    assert (change.how, held.lost, held.healthy()) == ("inferred", 1, True)
+    assert held.guard.batch_exists(KEYS) == [False] * 8
 
 
 @pytest.mark.parametrize("cls", [EpochBK, BK])
