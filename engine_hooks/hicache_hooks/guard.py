@@ -129,9 +129,8 @@ class Guard:
         stored = [bool(item) for item in done]
         hits, failed = stored.count(True), put_errors(done)
         with self._lock:
-            self._counts.add(
-                "put", hit=hits, miss=len(keys) - hits - failed, error=failed, nbytes=counted_bytes(pages, stored)
-            )
+            nbytes = counted_bytes(pages, stored)
+            self._counts.add("put", hit=hits, miss=len(keys) - hits - failed, error=failed, nbytes=nbytes)
             self._beliefs.stored(keys, stored)
         return stored
 
@@ -261,10 +260,7 @@ class Guard:
 
     def _failed(self, kind: str, keys: int, exc: BaseException) -> None:
         with self._lock:
-            if isinstance(exc, TimeoutError):
-                self._counts.add(kind, timeout=keys)
-            else:
-                self._counts.add(kind, error=keys)
+            self._counts.add(kind, **{"timeout" if isinstance(exc, TimeoutError) else "error": keys})
         self._last_error = f"{kind}: {describe_exception(exc)}"
         now = self._clock()
         if now - self._logged_at >= _LOG_EVERY_S:
@@ -288,10 +284,15 @@ class Guard:
             return self._watch.report()
 
     def looked_up(self, *, below_threshold: bool = False) -> None:
-        """A request could have read from the store; or its hit was too short to be worth it (F57)."""
+        """A request could have read from the store; or it lacked too little to be worth asking (F57)."""
         with self._lock:
-            self._counts.lookups += 1
+            self._counts.looked_up()
             self._counts.skipped["threshold"] += below_threshold
+
+    def found(self, *, too_short: bool = False, gap_pages: int = 0) -> None:
+        """F57: of a look-up: less than the threshold; or so many pages behind one of their chain that is not there."""
+        with self._lock:
+            self._counts.found(too_short=too_short, gap_pages=gap_pages)
 
     def store_usage(self) -> StoreUsage:
         """Everything that this store was used for."""

@@ -1,10 +1,13 @@
 """One store's counters: per key by result, per call, and why keys were skipped. The guard holds the lock."""
 
-from collections import Counter
+from collections import Counter, deque
 
 from hicache_hooks.counts import CallCounts
-from hicache_proto.model import OpUsage, StoreUsage
+from hicache_proto.model import OpUsage, RecentUse, StoreUsage
 from hicache_proto.usage import written_never_read
+
+BLOCK = 100  # look-ups between two marks
+BLOCKS = 10  # marks that are kept: what was read in the last 1000 to 1099 look-ups is known (F57)
 
 KINDS = ("put", "get", "exists", "set_aside", "clear")
 
@@ -16,9 +19,23 @@ class Counts:
         self.by_kind = {kind: CallCounts() for kind in KINDS}
         self.skipped: Counter[str] = Counter()  # keys by reason: "bypass", "breaker", "closed"; requests: "threshold"
         self.lookups = 0  # requests that could have read
+        self.gaps = self.gap_pages = 0
+        self._marks = deque([RecentUse()], maxlen=BLOCKS + 1)  # totals at the end of each block
         self.calls = 0  # of traffic
         self.errors = 0
         self.timeouts = 0
+
+    def looked_up(self) -> None:
+        """A request could have read."""
+        self.lookups += 1
+        if self.lookups % BLOCK == 0:
+            self._marks.append(self._totals())
+
+    def found(self, *, too_short: bool, gap_pages: int) -> None:
+        """What is wrong with what a look-up found."""
+        self.skipped["threshold"] += too_short
+        self.gaps += gap_pages > 0
+        self.gap_pages += gap_pages
 
     def skip(self, kind: str, keys: int, reason: str) -> None:
         """A call that was not made."""
@@ -42,5 +59,17 @@ class Counts:
         """Everything, and whether the store was written and never read (F57)."""
         ops = self.usage()
         skipped = {reason: n for reason, n in self.skipped.items() if n}
-        write_only = written_never_read(ops, self.lookups)
-        return StoreUsage(ops=ops, lookups=self.lookups, skipped=skipped, write_only=write_only)
+        now, before = self._totals(), self._marks[0]
+        recent = RecentUse(now.lookups - before.lookups, now.written - before.written, now.read - before.read)
+        return StoreUsage(
+            ops=ops,
+            lookups=self.lookups,
+            skipped=skipped,
+            write_only=written_never_read(ops, self.lookups, recent),
+            gaps=self.gaps,
+            gap_pages=self.gap_pages,
+            recent=recent,
+        )
+
+    def _totals(self) -> RecentUse:
+        return RecentUse(self.lookups, self.by_kind["put"].hit, self.by_kind["get"].hit)

@@ -207,13 +207,24 @@ class OpUsage(msgspec.Struct, frozen=True):
     latency: LatencySummary = LatencySummary()
 
 
+class RecentUse(msgspec.Struct, frozen=True):
+    """One store over its last look-ups, a thousand or so; a store that was closed has none (F57)."""
+
+    lookups: int = 0
+    written: int = 0  # pages
+    read: int = 0  # pages
+
+
 class StoreUsage(msgspec.Struct, frozen=True):
     """One store's use since the process started, whether it is installed now or was."""
 
     ops: dict[str, OpUsage] = {}  # by backend call kind
     lookups: int = 0  # requests that could have read from it
     skipped: dict[str, int] = {}  # requests by "threshold", keys by "bypass", "breaker", "closed"
-    write_only: bool = False  # written, looked up often enough, never read (F57)
+    write_only: bool = False  # written, looked up often enough, never read: in all, or in its last look-ups (F57)
+    gaps: int = 0  # look-ups that met a gap: pages are stored behind one that is not, so they cannot be used (F57)
+    gap_pages: int = 0  # those pages, counted at every look-up
+    recent: RecentUse = RecentUse()
 
 
 class ThreadReport(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
-from hicache_proto.model import LatencySummary, OpUsage, StoreUsage
+from hicache_proto.model import LatencySummary, OpUsage, RecentUse, StoreUsage
 
 MIN_LOOKUPS = 100  # F57: fewer requests than this may simply have had nothing in common
 
@@ -35,10 +35,11 @@ def total(parts: Iterable[Mapping[str, OpUsage]]) -> dict[str, OpUsage]:
     return summed
 
 
-def written_never_read(ops: Mapping[str, OpUsage], lookups: int) -> bool:
-    """F57: pages were stored, requests asked often enough, and none ever came from the store."""
+def written_never_read(ops: Mapping[str, OpUsage], lookups: int, recent: RecentUse = RecentUse()) -> bool:  # noqa: B008
+    """F57: pages were stored, requests asked often enough, and none ever came from the store; or none lately."""
     put, get = ops.get("put", OpUsage()), ops.get("get", OpUsage())
-    return put.hit > 0 and get.hit == 0 and lookups >= MIN_LOOKUPS
+    ever = RecentUse(lookups, put.hit, get.hit)
+    return any(use.written > 0 and use.read == 0 and use.lookups >= MIN_LOOKUPS for use in (ever, recent))
 
 
 def stores(parts: Iterable[Mapping[str, StoreUsage]]) -> dict[str, StoreUsage]:
@@ -57,4 +58,17 @@ def _store(parts: list[StoreUsage]) -> StoreUsage:
     for part in parts:
         for reason, n in part.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + n
-    return StoreUsage(ops=ops, lookups=lookups, skipped=skipped, write_only=written_never_read(ops, lookups))
+    recent = RecentUse(
+        lookups=sum(part.recent.lookups for part in parts),
+        written=sum(part.recent.written for part in parts),
+        read=sum(part.recent.read for part in parts),
+    )
+    return StoreUsage(
+        ops=ops,
+        lookups=lookups,
+        skipped=skipped,
+        write_only=written_never_read(ops, lookups, recent),
+        gaps=sum(part.gaps for part in parts),
+        gap_pages=sum(part.gap_pages for part in parts),
+        recent=recent,
+    )

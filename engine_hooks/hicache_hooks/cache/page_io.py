@@ -61,9 +61,12 @@ class PageIo:
         return {"prefix_keys": prefix_keys} if prefix_keys is not None and self._takes_prefix[method] else {}
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] | None = None) -> int:
-        """How many of the first ``keys`` are stored without a gap."""
+        """How many of the first ``keys`` are stored without a gap. What lies behind one is counted (F57)."""
         found = self._store.batch_exists(keys, **self._extra("batch_exists", prefix_keys))
-        return next((i for i, there in enumerate(found) if not there), len(found))
+        first = next((i for i, there in enumerate(found) if not there), len(found))
+        if self._guard is not None and (behind := sum(found[first:])):
+            self._guard.found(gap_pages=behind)
+        return first
 
     def read(self, keys: Sequence[str], pages: Sequence[int], prefix_keys: Sequence[str] | None = None) -> list[bool]:
         """Fill host pages; True per page that holds its key's sealed content now."""

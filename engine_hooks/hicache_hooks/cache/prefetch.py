@@ -120,6 +120,7 @@ class Prefetcher:
         if op.hits == 0 or op.hits * s.page_size < threshold:
             if op.hits:
                 s.stats["prefetch_skipped_threshold"] += 1
+                op.set.hit_too_short()
             return False
         n = min(op.hits, int(limits.prefetch_fraction * s.host.num_pages) - self.pages)
         if n > 0:

@@ -184,6 +184,11 @@ class StorageSet:
         if self.guard is not None:
             self.guard.looked_up(below_threshold=below_threshold)
 
+    def hit_too_short(self) -> None:
+        """A look-up found less than the threshold."""
+        if self.guard is not None:
+            self.guard.found(too_short=True)
+
     def read(self, items: Sequence[Batch | LookUp]) -> bool:
         """Queue prefetch work; False when stopped. Also for an operation that began before a swap."""
         return self._reads.submit(items)

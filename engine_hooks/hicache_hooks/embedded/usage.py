@@ -5,8 +5,10 @@ import threading
 import weakref
 from typing import Protocol
 
+import msgspec
+
 from hicache_hooks.guard import Guard
-from hicache_proto.model import GuardReport, OpUsage, StoreUsage
+from hicache_proto.model import GuardReport, OpUsage, RecentUse, StoreUsage
 from hicache_proto.usage import stores, total
 
 MAX_STORES = 16  # names per process (F92): a dynamic backend may be called anything
@@ -61,7 +63,8 @@ class UsageTotals:
         if self._lives(guard):
             self._live = [each for each in self._live if each is not guard]
             self._retired.add(guard)
-            self._past = stores([self._past, {self._name(guard): _use(guard)}])
+            last = msgspec.structs.replace(_use(guard), recent=RecentUse())  # no more look-ups: no window either
+            self._past = stores([self._past, {self._name(guard): last}])
 
     def _name(self, guard: Counted) -> str:
         name = re.sub(r"[^A-Za-z0-9_.:@-]", "_", _title(guard))[:64]

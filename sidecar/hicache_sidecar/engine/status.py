@@ -127,9 +127,11 @@ def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) 
             written = store.ops.get("put", OpUsage()).bytes
             below = store.skipped.get("threshold", 0)
             hint = f", {below} of them below prefetch_threshold" if below else ""
-            said.append(
-                f"write_only: {name} was given {written} bytes and read nothing in {store.lookups} look-ups{hint}"
-            )
+            if store.gaps:
+                hint += f", {store.gaps} found pages behind one that is not stored"
+            ever = store.ops.get("get", OpUsage()).hit == 0
+            seen = f"{store.lookups} look-ups" if ever else f"its last {store.recent.lookups} look-ups"
+            said.append(f"write_only: {name} was given {written} bytes and read nothing in {seen}{hint}")
     return said
 
 

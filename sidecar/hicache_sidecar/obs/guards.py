@@ -64,6 +64,11 @@ class GuardMetrics:
             [((*rank, name[:64]), store.write_only) for rank, r in reports.items() for name, store in r.stores.items()],
         )  # fmt: skip
         yield (
+            "gauge", "hicache_storage_chain_gaps", "Look-ups that found pages behind one that is not stored",
+            ("rank", "store"),
+            [((*rank, name[:64]), store.gaps) for rank, r in reports.items() for name, store in r.stores.items()],
+        )  # fmt: skip
+        yield (
             "gauge", "hicache_storage_skipped", "Not asked of the store, by reason: requests (threshold) or keys",
             ("rank", "store", "reason"),
             [

@@ -9,6 +9,7 @@ from tests.unit.cache.support import PAGE, WAIT_S, MemoryStore, Rig, prompt
 
 from hicache_hooks.cache.knobs import Knobs
 from hicache_hooks.cache.storage_set import SetLimits
+from hicache_hooks.guard import Guard
 
 # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +224,35 @@ def test_a_hit_shorter_than_the_threshold_is_not_fetched(stored: MemoryStore) ->
     assert rig.ctl.stats()["prefetch_skipped_threshold"] == 1
     assert rig.serve(prompt(6)) == (4 * PAGE, 0, 0)  # 2 pages are missing: below the threshold, not even asked
     assert rig.ctl.stats()["prefetch_skipped_threshold"] == 2
+    rig.close()
+
+
+def test_what_lies_behind_a_gap_is_counted(stored: MemoryStore) -> None:
+    """F57: pages that are stored behind one that is not can never be read; a whole chain, or an end, is no gap."""
+    guard = Guard(stored, threads=False)
+    rig = Rig(store=guard)
+    asked: list[str] = []
+    stored.on_exists = asked.extend
+    assert rig.serve(prompt(6)) == (0, 0, 6 * PAGE)
+    assert rig.serve(prompt(6, start=9)) == (0, 0, 0)
+    assert (guard.store_usage().gaps, guard.store_usage().gap_pages) == (0, 0)
+    rig.close()
+    rig = Rig(store=Guard(stored, threads=False))
+    guard = rig.ctl.storage.guard
+    del stored.data[asked[1]]
+    assert rig.serve(prompt(6)) == (0, 0, PAGE)
+    assert (guard.store_usage().gaps, guard.store_usage().gap_pages) == (1, 4)
+    rig.close()
+
+
+def test_hits_below_the_threshold_are_told_to_the_guard(stored: MemoryStore) -> None:
+    """F57: found and too short, or too little missing to ask: both are the threshold's."""
+    guard = Guard(stored, threads=False)
+    rig = Rig(store=guard, prefetch_threshold=5 * PAGE)
+    rig.serve(prompt(6)[: 4 * PAGE] + prompt(4, start=9))
+    assert (guard.store_usage().lookups, guard.store_usage().skipped) == (1, {"threshold": 1})
+    rig.serve(prompt(6))
+    assert (guard.store_usage().lookups, guard.store_usage().skipped) == (2, {"threshold": 2})
     rig.close()
 
 

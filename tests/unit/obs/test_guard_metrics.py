@@ -13,6 +13,7 @@ from hicache_proto.model import (
     LatencySummary,
     OpUsage,
     RankReport,
+    RecentUse,
     StoreUsage,
     ThreadReport,
 )
@@ -102,6 +103,23 @@ def test_written_and_never_read_is_said() -> None:
         "write_only: file was given 9000 bytes and read nothing in 1000 look-ups, "
         "1000 of them below prefetch_threshold"
     )  # fmt: skip
+
+
+def test_gaps_and_the_window_are_said() -> None:
+    """F57: what is stored behind a missing page is a cause of its own; a store that was read once says its window."""
+    coordinator = FakeCoordinator()
+    ops = {"put": OpUsage(hit=9, bytes=9000), "get": OpUsage(hit=1)}
+    recent = RecentUse(lookups=1050, written=8)
+    reported(coordinator, stores={"file": StoreUsage(ops=ops, lookups=2000, gaps=7, gap_pages=70, recent=recent)})
+    summed = stores(session.report.stores for session in coordinator.registry.ranks.values())
+    (said,) = store_warnings(coordinator.registry.ranks.values(), summed)  # type: ignore[arg-type]
+    assert said == (
+        "write_only: file was given 9000 bytes and read nothing in its last 1050 look-ups, "
+        "7 found pages behind one that is not stored"
+    )
+    metrics = Metrics(Counters())
+    metrics.follow(coordinator)  # type: ignore[arg-type]
+    assert scrape(metrics, coordinator)["hicache_storage_chain_gaps"] == {(("rank", "0"), ("store", "file")): 7}
 
 
 @pytest.mark.parametrize(
