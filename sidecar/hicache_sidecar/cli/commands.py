@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "history": Command("operations", "revisions: who, when, why, what"),
     "rollback": Command("operations", "go back to the state of a revision"),
     "watch": Command("operations", "print events as they happen"),
+    "bundle": Command("bundle", "what a bug report needs, in one file without secrets"),
     "demo": Command("demo", "the main job, end to end, on the embedded engine"),
     "completion": Command("completion", "completion script for bash, zsh or fish"),
 }

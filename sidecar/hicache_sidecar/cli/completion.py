@@ -45,6 +45,7 @@ _OPTIONS = {
     "watch": "--after --count",
     "failover": "--spare --reconnect --mode --watch --confirm --min-stay --steady --backoff --backoff-max "
     "--flap-window --wait --timeout --flap-limit --policies --reason",
+    "bundle": "--unit",
     "demo": "--keep",
 }
 

@@ -47,8 +47,8 @@ class EventHub:
     ) -> AsyncIterator[EventDocument]:
         """Events after ``last_event_id``; a snapshot first, when there is none or the ring no longer reaches back.
 
-        The snapshot's number is that of the last event that it contains; ``missed_after`` in it says that there is a
-        gap, and after which event.
+        The snapshot's number is that of the last event that it contains; ``oldest_event_id`` in it is the first one
+        that can still be had, and ``missed_after`` says that there is a gap, and after which event.
         """
         at = last_event_id
         while True:
@@ -56,7 +56,9 @@ class EventHub:
             if at is None or at < oldest - 1 or at > self.last_id:
                 gap = {} if at is None else {"missed_after": at}
                 at = self.last_id
-                yield EventDocument(id=at, kind="snapshot", at=now_iso(), data=snapshot() | gap)
+                yield EventDocument(
+                    id=at, kind="snapshot", at=now_iso(), data=snapshot() | gap | {"oldest_event_id": oldest}
+                )
                 continue
             fresh = [event for event in self._ring if event.id > at]
             for event in fresh:

@@ -73,6 +73,19 @@ def test_reads(attached: Host) -> None:
         assert len(ran.stdout.splitlines()) > 2
 
 
+def test_a_bundle_of_a_live_host(attached: Host, tmp_path: Path) -> None:
+    path = tmp_path / "bundle.json"
+    assert set(attached.ctl("bundle", str(path))["failed"]) <= {"journal"}
+    made = json.loads(path.read_text())
+    assert made["status"]["hicache_storage_backend"] == "file"
+    assert made["idle"]["idle"] is True
+    assert made["history"]["revisions"][-1]["kind"] == "attach"
+    snapshot, *events = made["events"]
+    ids = [event["id"] for event in events]
+    assert (ids[0], ids[-1]) == (snapshot["data"]["oldest_event_id"], snapshot["id"])
+    assert any(event["kind"] == "operation" for event in events)
+
+
 def test_attach_again_swap_and_detach(detached: Host) -> None:
     first = detached.ctl("attach", "file", "--config", detached.config, "--wait", "10", "--request-id", "once")
     assert first["changed"] is True

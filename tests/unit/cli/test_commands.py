@@ -109,7 +109,7 @@ def test_what_a_command_sends(ctl: Any, case: str) -> None:
 
 def test_every_command_of_the_table_is_tested_and_loads() -> None:
     named = {argv[0] for argv, _ in SENT.values()}
-    assert set(COMMANDS) - named == {"failover", "demo", "completion"}
+    assert set(COMMANDS) - named == {"failover", "bundle", "demo", "completion"}
     for name, command in COMMANDS.items():
         assert callable(command.load(name))
 
