@@ -4,7 +4,6 @@ still the store it was (``guard_epoch``). Both are dropped when it is not. The g
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from hicache_hooks.backends.base import Backend
 from hicache_hooks.guard_epoch import EpochWatch, Seen
@@ -19,7 +18,8 @@ class Beliefs:
     def __init__(self, name: str, backend: Backend, clock: Callable[[], float]) -> None:
         self._name = name
         self._negative = NegativeCache(clock)
-        self._forget: Callable[[], object] = getattr(backend, "forget", lambda: None)
+        # The backend's own memory. Without the lock: it is foreign code, and the scheduler takes the lock.
+        self.forget: Callable[[], object] = getattr(backend, "forget", lambda: None)
         self.epochs = EpochWatch(backend, clock)
         self.tell_lost: Callable[[], None] = lambda: None
         self.look_soon: Callable[[], None] = lambda: None  # a look is due earlier than before
@@ -53,23 +53,25 @@ class Beliefs:
         self.epochs.drop(key)
 
     def emptied(self) -> None:
-        """We cleared it ourselves. Of a clear that failed half-way nobody knows what is left."""
+        """We cleared it ourselves. Of a clear that failed half-way nobody knows what is left.
+
+        What the backend remembers is its own ``clear``'s to drop.
+        """
         self.epochs.reset()
         self._drop()
 
-    def looked(self, seen: Seen | None, every_s: float) -> None:
-        """A look for the epoch ended, None: without an answer."""
+    def looked(self, seen: Seen | None, every_s: float) -> bool:
+        """A look for the epoch ended, None: without an answer. True: the content is gone, ``forget`` must be called."""
         if not self.epochs.end(seen, every_s):
-            return
+            return False
         self._drop()
         if (change := self.epochs.last()) is not None:
             log.warning(
                 "backend %s is reachable and lost what it held (epoch %s -> %s, %s): its pages are written again",
                 self._name, change.old, change.new, change.how,
             )  # fmt: skip
+        return True
 
     def _drop(self) -> None:
         self._negative.clear()
-        with suppress(Exception):  # a dynamic class's own
-            self._forget()
         self.tell_lost()

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 SIDE = {"get": "read", "exists": "read", "put": "write"}
 _WORSE = ("closed", "half_open", "open")
 MAX_STUCK_PROBES = 4  # a probe that hangs costs a thread: above, the store must first answer one of them (F46)
+LOOKS = ("epoch", "forget")  # whether the store still holds what it held, and what follows when it does not
 IDLE_PROBES_TO_OPEN = 2  # F79: one lost answer is no outage
 
 
@@ -116,7 +117,7 @@ class Watch:
         if not self._deadlines.leave(call):
             return False
         side = SIDE.get(call.kind)
-        if call.probe != "epoch":  # a look is no use of the store: it must still be probed when nobody uses it (F79)
+        if call.probe not in LOOKS:  # no use of the store: it must still be probed when nobody uses it (F79)
             self._active_at = self._clock()
         if side is None or call.probe:
             return True
@@ -184,6 +185,8 @@ class Watch:
             self._idle_ended(False)
         elif call.probe == "epoch":
             self._beliefs.looked(None, self.settings.epoch_s)
+        elif call.probe == "forget":
+            return
         elif call.probe or call.permit:
             self.breakers[side or "read"].end_probe(False)
         if call.probe:
@@ -260,20 +263,33 @@ class Watch:
         except BaseException as exc:  # whatever it is, the store is not well
             log.debug("probe of backend %s: %s", self._name, type(exc).__name__)
         with self._lock:
-            if self.leave(call):
-                self._probe_ended(side, found)
+            if lost := self.leave(call) and self._probe_ended(side, found):
+                call = self.enter("forget", 0, probe="forget")
+        if lost:
+            self._forget(call)
         self.probe_left()
         self.wake()
 
-    def _probe_ended(self, side: str, found: bool | Seen | None) -> None:
+    def _forget(self, call: Call) -> None:
+        self.watch(call)
+        try:
+            self._beliefs.forget()
+        except BaseException as exc:  # a dynamic class's own
+            log.debug("forget of backend %s: %s", self._name, type(exc).__name__)
+        with self._lock:
+            self.leave(call)
+
+    def _probe_ended(self, side: str, found: bool | Seen | None) -> bool:
+        """True: the store lost what it held, and must ``forget`` it."""
         if side == "epoch":
-            self._beliefs.looked(found if isinstance(found, Seen) else None, self.settings.epoch_s)
-        elif side == "idle":
+            return self._beliefs.looked(found if isinstance(found, Seen) else None, self.settings.epoch_s)
+        if side == "idle":
             self._idle_ended(found is True)
         else:
             self.breakers[side].end_probe(found is True)
             if side == "read" and self.breakers[side].closed:
                 self._epochs.soon()
+        return False
 
     def _idle_ended(self, ok: bool) -> None:
         self._idle_probe = False

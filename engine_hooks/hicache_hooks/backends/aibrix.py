@@ -144,6 +144,7 @@ class AibrixStore:
         if self._reopener is not None:
             self._reopener.heal()
         with self._state.inside(), self._turns.of(todo):
+            since = self._known.now
             self._check(pages)
             try:
                 for batch in _batches(list(todo)):
@@ -155,7 +156,7 @@ class AibrixStore:
             finally:
                 if self._reopener is not None and not all(done.get(key) for key in todo):
                     self._reopener.refused()
-            self._known.add(key for key, yes in done.items() if yes)
+            self._known.add((key for key, yes in done.items() if yes), since)
         return [done.get(key) for key in keys]
 
     def _put(self, keys: list[str], pages: list[memoryview], done: dict[str, bool]) -> None:
@@ -329,8 +330,8 @@ class AibrixStore:
 
     def _remove(self, keys: list[str]) -> None:
         for batch in _batches(keys):
-            self._known.drop(batch)
-            status = self._manager.delete(None, self._hashes(batch, BLOCK_TOKENS))
+            with self._known.removing(batch):
+                status = self._manager.delete(None, self._hashes(batch, BLOCK_TOKENS))
             if not status.is_ok() and not status.is_not_found():
                 raise RuntimeError(f"the aibrix connector did not remove pages: {status.error_code.name}")
 
@@ -352,11 +353,7 @@ class AibrixStore:
         return len(mine)
 
     def health(self) -> dict[str, Any]:
-        """Facts for status.
-
-        Raises:
-            RuntimeError: it is not open.
-        """
+        """Facts for status. Raises ``RuntimeError`` when it is not open."""
         with self._state.inside():
             return {
                 **facts(self._manager, self._options),

@@ -56,7 +56,8 @@ class Backend(Protocol):
     said now. Asked every few seconds, so it must be cheap. Without it the guard infers (``guard_epoch``, F70).
 
     Optional, together, where ``batch_exists`` answers from memory: ``confirm(keys) -> list[bool]``, the same asked of
-    the store itself, and ``forget()``, which drops that memory: short, called when the content is gone.
+    the store itself, and ``forget()``, which drops that memory: called when the content is gone. What the class removes
+    itself (``delete``, ``set_aside``, ``clear``) or cannot read, it must stop promising by itself.
     """
 
     manifest: ClassVar[Manifest]

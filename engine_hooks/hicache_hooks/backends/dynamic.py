@@ -27,6 +27,7 @@ REQUIRED_METHODS = {
     "clear": 0, "health": 0, "close": 0,
 }  # fmt: skip
 OPTIONAL_METHODS = {"epoch": 0, "confirm": 1, "forget": 0}
+TOGETHER = ("confirm", "forget")  # a memory that nothing corrects would hide for ever that the content is gone (F70)
 _RESTRICTIVE = Manifest(
     name="dynamic", layouts=("page_first",), alignment=4096, shared=False, summary="no manifest: most restrictive"
 )
@@ -103,6 +104,10 @@ def contract_gaps(cls: type) -> tuple[list[str], list[str]]:
         method = getattr(cls, name, None)
         if callable(method) and not _takes(method, arguments + 1):
             problems.append(f"{name} does not take {arguments} arguments")
+        elif name in OPTIONAL_METHODS and method is not None and not callable(method):
+            problems.append(f"{name} is not a method")
+    if len({callable(getattr(cls, name, None)) for name in TOGETHER}) > 1:
+        problems.append(f"{' and '.join(TOGETHER)} come together or not at all")
     manifest = getattr(cls, "manifest", None)
     if manifest is not None and not isinstance(manifest, Manifest):
         problems.append("manifest is not a Manifest")

@@ -16,7 +16,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,20 +101,21 @@ class NixlObjects:
         done: list[bool | None] = []
         for part in self._parts(len(keys)):
             try:
-                done += self._put(keys[part], pages[part])
+                with self._forgets_failed():
+                    done += self._put(keys[part], pages[part])
             except OSError as exc:
-                self.forget()
                 return stored_or_raise(done, len(keys), exc)
         return done
 
     def _put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
+        since = self._known.now
         with self._writes.take(len(keys), self._timeout_s) as slots:
             for slot, page in zip(slots.pages, pages, strict=True):
                 slot[:] = page
             done = self._run("WRITE", keys, slots)
         if not any(done):
             raise TransferFailed("nixl: no object was taken")
-        self._known.add(key for key, yes in zip(keys, done, strict=True) if yes)
+        self._known.add((key for key, yes in zip(keys, done, strict=True) if yes), since)
         return [yes or None for yes in done]  # the plugin does not say why one was not
 
     def get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
@@ -122,13 +124,14 @@ class NixlObjects:
         out: list[Got] = []
         for part in self._parts(len(keys)):
             try:
-                out += self._get(keys[part], pages[part])
+                with self._forgets_failed():
+                    out += self._get(keys[part], pages[part])
             except OSError as exc:
-                self.forget()
                 return part_or_raise(out, len(keys), exc)
         return out
 
     def _get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
+        since = self._known.now
         with self._reads.take(len(keys), self._timeout_s) as slots:
             mark = slots.mark()
             moved = self._run("READ", keys, slots)
@@ -138,7 +141,7 @@ class NixlObjects:
                     results[i] = Got.MISS
                 elif moved[i]:
                     page[:] = slot
-        self._known.add(key for key, got in zip(keys, results, strict=True) if got is Got.HIT)
+        self._known.add((key for key, got in zip(keys, results, strict=True) if got is Got.HIT), since)
         self._known.drop(key for key, got in zip(keys, results, strict=True) if got is not Got.HIT)
         failed = [i for i, yes in enumerate(moved) if not yes]
         if failed:  # the plugin does not say why; a missing object is no error
@@ -169,42 +172,55 @@ class NixlObjects:
 
     def confirm(self, keys: Sequence[str]) -> list[bool]:
         """By length: query_memory would count short objects, and blocks for 25 s without a server."""
-        lengths = self._s3().lengths([self._name(key) for key in keys])
+        since = self._known.now
+        with self._forgets_failed():
+            lengths = self._s3().lengths([self._name(key) for key in keys])
         found = [length == self._page_bytes for length in lengths]
-        self._known.add(key for key, there in zip(keys, found, strict=True) if there)
+        self._known.add((key for key, there in zip(keys, found, strict=True) if there), since)
         self._known.drop(key for key, there in zip(keys, found, strict=True) if not there)
         return found
 
     def forget(self) -> None:
-        """A server that failed may come back without its pages."""
+        """Have the server asked for every page again."""
         self._known.clear()
+
+    @contextmanager
+    def _forgets_failed(self) -> Iterator[None]:
+        """A server that failed may come back without its pages; and while it is dead no page may be promised."""
+        try:
+            yield
+        except OSError:
+            self.forget()
+            raise
 
     # ------------------------------------------------------------ upkeep
 
     def delete(self, keys: Sequence[str]) -> int:
         """See ``Backend.delete``."""
-        self._known.drop(keys)
         names = [self._name(key) for key in keys]
-        there = [name for name, length in zip(names, self._s3().lengths(names), strict=True) if length >= 0]
-        self._s3().delete(there)
+        with self._known.removing(keys):
+            there = [name for name, length in zip(names, self._s3().lengths(names), strict=True) if length >= 0]
+            self._s3().delete(there)
         return len(there)
 
     def set_aside(self, key: str) -> None:
         """Delete it: a copy for a look would cost a round trip of its bytes."""
-        self._known.drop([key])
-        self._s3().delete([self._name(key)])
+        with self._known.removing([key]):
+            self._s3().delete([self._name(key)])
 
     def clear(self) -> int:
         """See ``Backend.clear``."""
-        self.forget()
         gone = 0
         batch: list[str] = []
-        for name in self._s3().below(self._prefix):
-            batch.append(name)
-            if len(batch) == BOUNCE_PAGES:
-                self._s3().delete(batch)
-                gone, batch = gone + len(batch), []
-        self._s3().delete(batch)
+        try:
+            for name in self._s3().below(self._prefix):
+                batch.append(name)
+                if len(batch) == BOUNCE_PAGES:
+                    self._s3().delete(batch)
+                    gone, batch = gone + len(batch), []
+            self._s3().delete(batch)
+        finally:
+            self.forget()  # also what was stored meanwhile, before or after its turn
         return gone + len(batch)
 
     def health(self) -> dict[str, Any]:
@@ -237,7 +253,8 @@ class NixlObjects:
         self._s3()
         where = urlsplit(f"//{self._target.host()}")
         port = where.port or (443 if self._target.tls() else 80)
-        socket.create_connection((where.hostname or "", port), self._timeout_s).close()
+        with self._forgets_failed():
+            socket.create_connection((where.hostname or "", port), self._timeout_s).close()
 
 
 class _Bounce:

@@ -19,6 +19,7 @@ class StoreProbe:
         """``scratch`` is registered with the backend where that needs it, and lives as long."""
         self._backend = backend
         self._sealer = sealer
+        self._exists = getattr(backend, "confirm", backend.batch_exists)
         self._written, self._read = scratch.pages[:2]
 
     def _key(self) -> str:
@@ -42,7 +43,7 @@ class StoreProbe:
                 self._seal(key)
                 taken = self._backend.batch_put([key], [self._written]) == [True]
         try:
-            if self._backend.batch_exists([key]) != [taken]:
+            if self._exists([key]) != [taken]:
                 return False
             got = self._backend.batch_get([key], [self._read])
             if not taken:

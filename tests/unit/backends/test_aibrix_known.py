@@ -109,6 +109,30 @@ def test_what_was_deleted_or_set_aside_is_not_believed_in() -> None:
     assert store.batch_exists(["a", "b", "c"]) == [False, False, True]
 
 
+def test_a_removal_that_crosses_a_put_leaves_no_belief() -> None:
+    """The put has stored, somebody deletes, and only then the put tells; and a put amid a removal."""
+    store, manager = opened()
+    real_put, real_delete = manager.put, manager.delete
+
+    def put_then_deleted(_: None, keys: list[str], handle: Handle) -> Status:
+        status = real_put(None, keys, handle)
+        store.set_aside("a", "checksum")
+        return status
+
+    manager.put = put_then_deleted  # type: ignore[method-assign]
+    store.batch_put(["a", "b"], pages(2))
+    manager.put = real_put  # type: ignore[method-assign]
+    assert store.batch_exists(["a", "b"]) == [False, True]
+
+    def delete_after_a_put(_: None, keys: list[str]) -> Status:
+        store.batch_put(["c"], pages(1))
+        return real_delete(None, keys)
+
+    manager.delete = delete_after_a_put  # type: ignore[method-assign]
+    store.set_aside("c", "checksum")
+    assert store.batch_exists(["b", "c"]) == [True, False]
+
+
 def test_a_page_that_is_gone_all_the_same_is_a_miss_and_forgotten() -> None:
     """Somebody emptied the directory."""
     store, manager = opened()
@@ -133,5 +157,5 @@ def test_the_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """F43."""
     monkeypatch.setattr(known_keys, "MAX_KEYS", 2)
     known = Known(enabled=True)
-    known.add(["a", "b", "a", "c"])
+    known.add(["a", "b", "a", "c"], known.now)
     assert [known.prefix([key]) for key in "abc"] == [1, 0, 1]

@@ -9,6 +9,7 @@ from tests.rigs.backends import BK, Fault, NoBatchGetBK, RememberingBK, Rig
 from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.canary import Scratch, run_canary
 from hicache_hooks.backends.file import FileOptions, FileStore
+from hicache_hooks.backends.probe import StoreProbe
 from hicache_hooks.cache.pages import PageFormat
 from hicache_proto.errors import PrepareFailed
 
@@ -46,6 +47,19 @@ def test_a_look_up_that_is_answered_from_memory_is_made_at_the_store_too(rig: Ri
     run_canary(made, FORMAT, Scratch(FORMAT.page_bytes))
     rig.faults["batch_exists"] = Fault(answer=answer)
     assert reason(made) == "canary_exists_mismatch"
+
+
+@pytest.mark.parametrize("answer", ["none", "all"])
+def test_the_guards_own_probe_asks_the_store_too(rig: Rig, answer: str) -> None:
+    """F79: the same of a store in use."""
+    made = RememberingBK({}, CONTEXT)
+    made.open()
+    probe = StoreProbe(made, FORMAT, Scratch(FORMAT.page_bytes))
+    assert probe.read(put=True)
+    assert probe.read(put=False)
+    rig.faults["batch_exists"] = Fault(answer=answer)
+    assert probe.read(put=True) == (answer == "all")
+    assert probe.read(put=False) == (answer == "none")
 
 
 def test_the_file_store_passes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rigs.backends import BK, NoBatchGetBK, OtherConstructorBK
+from tests.rigs.backends import BK, NoBatchGetBK, OtherConstructorBK, RememberingBK
 
 from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.dynamic import DynamicOptions, contract_gaps, create, load_class, manifest_of
@@ -74,6 +74,26 @@ def test_other_breaches_of_the_contract() -> None:
     assert len(problems) == 3
     assert contract_gaps(BK) == ([], [])
     assert contract_gaps(FileStore) == ([], [])
+
+
+def test_the_optional_methods_keep_the_contract_too() -> None:
+    """F70: a store that answers from memory without ``forget`` would hide for ever that its content is gone."""
+
+    class Alone(BK):
+        def confirm(self, keys: list[str]) -> list[bool]:
+            return [False for _ in keys]
+
+    class NoMethods(RememberingBK):
+        epoch = "1"
+        forget = None  # type: ignore[assignment]
+
+    class OtherArguments(RememberingBK):
+        def epoch(self, now: float) -> str: ...
+
+    assert contract_gaps(RememberingBK) == ([], [])
+    assert contract_gaps(Alone)[1] == ["confirm and forget come together or not at all"]
+    assert contract_gaps(NoMethods)[1] == ["epoch is not a method", "confirm and forget come together or not at all"]
+    assert contract_gaps(OtherArguments)[1] == ["epoch does not take 0 arguments"]
 
 
 def test_import_failures_are_refusals_without_the_exceptions_text(

@@ -1,5 +1,6 @@
 """``nixl`` on objects: a side that hangs keeps its own buffers and its own agent, not those of the other (F62)."""
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,9 @@ class Bucket:
         for name in names:
             self.objects.pop(name, None)
 
+    def below(self, prefix: str) -> list[str]:
+        return [name for name in self.objects if name.startswith(prefix)]
+
     def close(self) -> None:
         pass
 
@@ -126,3 +130,80 @@ def test_what_a_failing_server_held_is_asked_for_again(monkeypatch: pytest.Monke
         store.get(["ns.1"], pages(1))
     assert store.exists(["ns.1"]) == [False]
     store.close()
+
+
+@pytest.mark.parametrize("removal", ["delete", "set_aside", "clear", "forget"])
+@pytest.mark.parametrize("call", ["put", "get", "confirm"])
+def test_a_removal_that_crosses_a_call_leaves_no_belief(
+    monkeypatch: pytest.MonkeyPatch, removal: str, call: str
+) -> None:
+    """The call has stored or found its page, somebody removes it, and only then the call tells."""
+    agent, bucket = Agent(), Bucket({"ns/0": PAGE})
+    store = store_of(monkeypatch, agent, bucket)
+    remove = {
+        "delete": lambda: store.delete(["ns.0"]), "set_aside": lambda: store.set_aside("ns.0"), "clear": store.clear,
+        "forget": lambda: (bucket.objects.clear(), store.forget()),
+    }[removal]  # fmt: skip
+    real_run, real_lengths = agent.run_each, bucket.lengths
+
+    def run(*args: Any, **named: Any) -> list[bool]:
+        out = real_run(*args, **named)
+        remove()
+        return out
+
+    def lengths(names: list[str]) -> list[int]:
+        monkeypatch.undo()
+        out = real_lengths(names)
+        remove()
+        return out
+
+    monkeypatch.setattr(agent, "run_each", run)
+    if call == "confirm":
+        monkeypatch.setattr(bucket, "lengths", lengths)
+        assert store.confirm(["ns.0"]) == [True]
+    elif call == "put":
+        store.put(["ns.0"], pages(1))
+    else:
+        assert store.get(["ns.0"], pages(1)) == [Got.HIT]
+    bucket.objects.clear()
+    assert store.exists(["ns.0"]) == [False]
+
+
+@pytest.mark.parametrize("removal", ["delete", "set_aside", "clear"])
+def test_a_put_amid_a_removal_is_not_believed_in(monkeypatch: pytest.MonkeyPatch, removal: str) -> None:
+    agent, bucket = Agent(), Bucket({"ns/0": PAGE})
+    store = store_of(monkeypatch, agent, bucket)
+    real = bucket.delete
+
+    def delete(names: list[str]) -> None:
+        assert store.put(["ns.0"], pages(1)) == [True]
+        real(names)
+
+    monkeypatch.setattr(bucket, "delete", delete)
+    {"delete": lambda: store.delete(["ns.0"]), "set_aside": lambda: store.set_aside("ns.0"), "clear": store.clear}[
+        removal
+    ]()
+    assert store.exists(["ns.0"]) == [False]
+
+
+@pytest.mark.parametrize("call", ["put", "get", "exists"])
+def test_while_the_server_is_dead_no_page_is_promised(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Answers from memory would be good calls to the breaker, one for each read that fails (F80)."""
+    bucket = Bucket({})
+    store = store_of(monkeypatch, Agent(), bucket)
+    assert store.put(["ns.0"], pages(1)) == [True]
+
+    def dead(names: list[str]) -> list[int]:
+        raise ConnectionRefusedError
+
+    bucket.lengths = dead  # type: ignore[method-assign]
+    monkeypatch.undo()  # of ``_require_server``: nobody listens at h:1
+    monkeypatch.setattr(socket, "create_connection", lambda *args: dead([]))
+    calls = {
+        "put": lambda: store.put(["ns.1"], pages(1)), "get": lambda: store.get(["ns.0"], pages(1)),
+        "exists": lambda: store.exists(["ns.1"]),
+    }  # fmt: skip
+    with pytest.raises(ConnectionRefusedError):
+        calls[call]()
+    with pytest.raises(ConnectionRefusedError):
+        store.exists(["ns.0"])

@@ -101,6 +101,34 @@ def test_a_store_that_answers_from_memory_is_asked_itself_and_forgets(rig: Rig, 
     assert held.guard.batch_exists(KEYS) == [False] * 8
 
 
+@pytest.mark.parametrize("raises", [None, OSError, SystemExit])
+def test_a_store_forgets_without_the_guards_lock_and_may_fail(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, raises: type[BaseException] | None
+) -> None:
+    """It may be a class of somebody's that waits for a lock of its own; the scheduler takes the guard's."""
+    held = Held(RememberingBK, clock)
+    seen: list[tuple[bool, int]] = []
+
+    def forget(self: RememberingBK) -> None:
+        free = held.guard._lock.acquire(blocking=False)
+        if free:
+            held.guard._lock.release()
+        seen.append((free, held.guard.in_flight()))
+        if raises is not None:
+            raise raises
+
+    monkeypatch.setattr(RememberingBK, "forget", forget)
+    held.guard._beliefs.forget = held.guard._backend.forget  # type: ignore[attr-defined]
+    held.guard.batch_put(KEYS, pages(KEYS))
+    held.after(2.0)
+    rig.forget()
+    assert held.after(EVERY_S) is not None
+    assert seen == [(True, 1)], "as a call inside the store: nobody closes it meanwhile"
+    assert (held.lost, held.healthy(), held.guard.in_flight()) == (1, True, 0)
+    held.guard.close()
+    assert held.guard.closed
+
+
 @pytest.mark.parametrize("cls", [EpochBK, BK])
 def test_what_was_believed_to_be_missing_is_asked_for_again(cls: type[BK], rig: Rig, clock: Clock) -> None:
     """Negative knowledge goes too: another engine has filled the new store meanwhile."""
