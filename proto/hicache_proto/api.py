@@ -41,19 +41,21 @@ class ChangeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag_field="type", tag="status", forbid_unknown_fields=True):
+    """What the ranks last reported; ``fresh`` asks them now."""
+
     fresh: bool = False
 
 
 class IdleRequest(msgspec.Struct, frozen=True, tag_field="type", tag="idle", forbid_unknown_fields=True):
-    pass
+    """Every idle counter of every rank."""
 
 
 class RanksRequest(msgspec.Struct, frozen=True, tag_field="type", tag="ranks", forbid_unknown_fields=True):
-    pass
+    """Who is connected, and what the engine can do."""
 
 
 class BackendsRequest(msgspec.Struct, frozen=True, tag_field="type", tag="backends", forbid_unknown_fields=True):
-    pass
+    """Known backends with their options, as the engine's host has them."""
 
 
 class AttachRequest(
@@ -90,45 +92,59 @@ class PolicyRequest(
 
 
 class ClearRequest(msgspec.Struct, frozen=True, tag_field="type", tag="clear", forbid_unknown_fields=True):
+    """Delete the namespace's pages; ``confirm`` is the namespace, spelt out. Role admin."""
+
     confirm: str
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 class BypassRequest(msgspec.Struct, frozen=True, tag_field="type", tag="bypass", forbid_unknown_fields=True):
+    """Reads miss and writes are skipped, at once, under load."""
+
     enabled: bool
 
 
 class ResolveRequest(msgspec.Struct, frozen=True, tag_field="type", tag="resolve", forbid_unknown_fields=True):
+    """After drift: take what the ranks have, or bring them back to what is desired."""
+
     how: str  # "adopt" or "reapply"
     reason: str = ""
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 class DrainRequest(msgspec.Struct, frozen=True, tag_field="type", tag="drain", forbid_unknown_fields=True):
+    """Close admission and wait ``timeout_s`` for idle; it reopens by itself after ``hold_s`` (seconds)."""
+
     timeout_s: float = 30.0
     hold_s: float = 300.0
     reason: str = ""
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, tag_field="type", tag="resume", forbid_unknown_fields=True):
-    pass
+    """Open admission again."""
 
 
 class OperationsRequest(msgspec.Struct, frozen=True, tag_field="type", tag="operations", forbid_unknown_fields=True):
+    """All remembered operations, or one."""
+
     operation_id: str | None = None
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag_field="type", tag="cancel", forbid_unknown_fields=True):
+    """End an operation that has not committed; the old state is restored."""
+
     operation_id: str
 
 
 class HistoryRequest(msgspec.Struct, frozen=True, tag_field="type", tag="history", forbid_unknown_fields=True):
-    pass
+    """Every revision that is kept."""
 
 
 class RollbackRequest(
     ChangeOptions, frozen=True, kw_only=True, tag_field="type", tag="rollback", forbid_unknown_fields=True
 ):
+    """Go to the state of a revision: an ordinary operation with a new revision."""
+
     revision: int
 
 
@@ -193,6 +209,8 @@ class OperationAnswer(msgspec.Struct, frozen=True):
 
 
 class Drift(msgspec.Struct, frozen=True):
+    """One field in which a rank differs from what is desired."""
+
     rank: int
     field: str
     desired: Any
@@ -249,6 +267,8 @@ class StatusDocument(msgspec.Struct, frozen=True):
 
 
 class RankIdle(msgspec.Struct, frozen=True):
+    """One rank's idle counters, and how old its report is (milliseconds)."""
+
     rank: int
     idle: bool
     counters: dict[str, int]
@@ -268,6 +288,8 @@ class IdleDocument(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
+    """One rank: its place, its process, and what its engine can do."""
+
     rank: int
     dp_rank: int
     tp_rank: int
@@ -298,6 +320,8 @@ class BackendsDocument(msgspec.Struct, frozen=True):
 
 
 class ClearAnswer(msgspec.Struct, frozen=True):
+    """How many pages were deleted, together and by rank."""
+
     success: bool
     deleted: int
     namespace: str
@@ -306,6 +330,8 @@ class ClearAnswer(msgspec.Struct, frozen=True):
 
 
 class BypassAnswer(msgspec.Struct, frozen=True):
+    """Whether the bypass is on now, and what each rank said."""
+
     success: bool
     changed: bool
     bypass: bool
@@ -314,6 +340,8 @@ class BypassAnswer(msgspec.Struct, frozen=True):
 
 
 class DrainAnswer(msgspec.Struct, frozen=True):
+    """Idle with admission closed, or why not; ``hold_s``: seconds until it reopens by itself."""
+
     success: bool
     state: str
     message: str
@@ -341,6 +369,8 @@ class OperationDocument(msgspec.Struct, frozen=True):
 
 
 class OperationsDocument(msgspec.Struct, frozen=True):
+    """GET /hicache/operations, oldest first."""
+
     operations: list[OperationDocument]
 
 
@@ -354,6 +384,8 @@ class EventDocument(msgspec.Struct, frozen=True):
 
 
 class ErrorDocument(msgspec.Struct, frozen=True):
+    """Every refusal and failure, in every interface."""
+
     error: ErrorBody
 
 

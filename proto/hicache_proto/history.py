@@ -36,4 +36,6 @@ class RevisionDocument(msgspec.Struct, frozen=True):
 
 
 class HistoryDocument(msgspec.Struct, frozen=True):
+    """GET /hicache/history, oldest first."""
+
     revisions: list[RevisionDocument]

@@ -73,6 +73,8 @@ class Leases(_Section, frozen=True):
 
 
 class Log(_Section, frozen=True):
+    """``[log]``: least level, and form; ``auto`` is the journal's form under systemd."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "journal", "human", "json"] = "auto"
 

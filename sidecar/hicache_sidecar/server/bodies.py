@@ -71,16 +71,22 @@ class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BypassBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /hicache/storage-backend/bypass."""
+
     enabled: bool
 
 
 class ResolveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /hicache/storage-backend/resolve."""
+
     how: Literal["adopt", "reapply"]
     reason: Reason = ""
     timeout_s: TimeoutSeconds = DEFAULT_TIMEOUT_S
 
 
 class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /hicache/drain."""
+
     timeout_s: TimeoutSeconds = 30.0
     hold_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S, description="Seconds until admission reopens by itself.")] = (
         300.0
@@ -89,6 +95,8 @@ class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RollbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /hicache/rollback."""
+
     revision: Annotated[int, Meta(ge=0)]
     mode: ModeName = "strict"
     wait_timeout_s: WaitSeconds = 0.0
