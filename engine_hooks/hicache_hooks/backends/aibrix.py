@@ -27,7 +27,7 @@ import msgspec
 from hicache_hooks.backends.aibrix_direct import DirectReads, direct_reads
 from hicache_hooks.backends.aibrix_look import L1View, facts, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
-from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, LOCAL, AibrixOptions
+from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, L2_OPTIONS, LOCAL, AibrixOptions
 from hicache_hooks.backends.aibrix_reopen import Reopener
 from hicache_hooks.backends.base import LARGE_BATCH, Got, Manifest, StoreContext
 from hicache_hooks.backends.known import Known
@@ -392,6 +392,9 @@ SPEC = BackendSpec(
     create=lambda options, context, env: AibrixStore(options, context),
     missing=_missing,
     layouts=AibrixStore.manifest.layouts,
-    notes=(f"connectors: {', '.join(CONNECTORS)}; ROCKSDB, SHFS and MOCK need no server",),
+    notes=(
+        f"connectors: {', '.join(CONNECTORS)}; ROCKSDB, SHFS and MOCK need no server",
+        f"l2_options, each over its variable, else the vendor's default: {', '.join(sorted(L2_OPTIONS))}",
+    ),
     inner=lambda options: options.inner,
 )

@@ -63,10 +63,11 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
 
     l1_capacity_gb: Annotated[
         Annotated[float, msgspec.Meta(ge=0)] | None,
-        _doc("DRAM cache in GiB; 0: none [L1_CACHE_CAPACITY_GB, L1_CACHE_ENABLED; 10]"),
+        _doc("DRAM cache in GiB; 0: none; default 10 [L1_CACHE_CAPACITY_GB, L1_CACHE_ENABLED]"),
     ] = None
     l2_backend: Annotated[
-        str | None, _doc('connector: ROCKSDB, SHFS, INFINISTORE, PRISKV, HPKV, EIC; "": none [L2_CACHE_BACKEND]')
+        str | None,
+        _doc('connector: ROCKSDB, SHFS, INFINISTORE, PRISKV, HPKV, EIC; default "": none [L2_CACHE_BACKEND]'),
     ] = None
     l2_options: Annotated[
         dict[str, str | bool | int | float],

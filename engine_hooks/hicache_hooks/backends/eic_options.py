@@ -13,6 +13,7 @@ CONFIG_ENV = "REMOTE_EIC_YAML"
 MAX_CONFIG_BYTES = 1 << 20
 NO_TTL = -1
 _SCHEME = "eic://"
+_NOT_HERE = "taken and without effect: pages go from and to host memory"
 
 
 def _doc(text: str, **limits: Any) -> msgspec.Meta:
@@ -22,23 +23,23 @@ def _doc(text: str, **limits: Any) -> msgspec.Meta:
 class EicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The YAML's keys, as SGLang's and AIBrix's backends read them. Those of GPU memory do not apply to host pages."""
 
-    remote_url: Annotated[str | None, _doc('"eic://host:port"')] = None
-    eic_instance_id: str | None = None
-    eic_log_dir: str | None = None
-    eic_log_level: int = 2
-    eic_trans_type: int = 3
-    eic_flag_file: str | None = None
-    eic_thread_num: Annotated[int | None, _doc("taken and not used: callers only log it")] = None
-    eic_namespace: Annotated[str | None, _doc("SGLang's name of the namespace")] = None
-    eic_kv_ns: Annotated[str | None, _doc("AIBrix's name of the namespace")] = None
-    eic_kv_ttl: Annotated[int | None, _doc("AIBrix's name of ttl_second")] = None
+    remote_url: Annotated[str | None, _doc('required: "eic://host:port"')] = None
+    eic_instance_id: Annotated[str | None, _doc("required: the instance's id")] = None
+    eic_log_dir: Annotated[str | None, _doc("of the client's log, absolute; default the client's own")] = None
+    eic_log_level: Annotated[int, _doc("the client's LogLevel")] = 2
+    eic_trans_type: Annotated[int, _doc("the client's TransportType")] = 3
+    eic_flag_file: Annotated[str | None, _doc("the client's flag file; default none")] = None
+    eic_thread_num: Annotated[int | None, _doc("default none; taken and not used: callers only log it")] = None
+    eic_namespace: Annotated[str | None, _doc("SGLang's name of the namespace; default none")] = None
+    eic_kv_ns: Annotated[str | None, _doc("AIBrix's name of the namespace; default none")] = None
+    eic_kv_ttl: Annotated[int | None, _doc("AIBrix's name of ttl_second; default none")] = None
     enable_kvset_direct: Annotated[bool, _doc("put from registered memory")] = True
     enable_kvget_direct: Annotated[bool, _doc("get into registered memory")] = True
-    enable_kvset_gpu_direct: bool = False
-    enable_kvget_gpu_direct: bool = False
-    enable_gpu_nic_affinity: bool = False
-    gpu_nic_affinity_config: str | None = None
-    cpu_nic_affinity_config: str | None = None
+    enable_kvset_gpu_direct: Annotated[bool, _doc(_NOT_HERE)] = False
+    enable_kvget_gpu_direct: Annotated[bool, _doc(_NOT_HERE)] = False
+    enable_gpu_nic_affinity: Annotated[bool, _doc(_NOT_HERE)] = False
+    gpu_nic_affinity_config: Annotated[str | None, _doc(f"default none; {_NOT_HERE}")] = None
+    cpu_nic_affinity_config: Annotated[str | None, _doc(f"default none; {_NOT_HERE}")] = None
 
 
 class EicOptions(BackendOptions, frozen=True, kw_only=True):

@@ -32,14 +32,14 @@ class Hf3fsOptions(BackendOptions, frozen=True, kw_only=True):
         str | None,
         _doc(f"path below a 3FS mount; each rank makes its own file from it; else the file of ${CONFIG_ENV}"),
     ] = None
-    file_size: Annotated[int | str | None, _doc("bytes of each rank's file, index included; or text such as 1tb")] = (
-        None
-    )
+    file_size: Annotated[
+        int | str | None, _doc("required here or in that file: bytes of each rank's file, index included, or 1tb")
+    ] = None
     numjobs: Annotated[_Jobs | None, _doc("clients: batches in flight at once; default 16")] = None
     entries: Annotated[_Entries | None, _doc("pages per ring submission; default 8")] = None
     client_timeout: Annotated[_Timeout | None, _doc("longest wait for one submission, s; default 5")] = None
     metadata_server_url: Annotated[
-        str | None, _doc("not used: the index lies in the file itself; anything but empty is refused")
+        str | None, _doc("default none, and else refused: the index lies in the file itself")
     ] = None
 
     def effective(self, env: Mapping[str, str]) -> Self:

@@ -45,31 +45,44 @@ def _doc(text: str, **limits: Any) -> msgspec.Meta:
 class MooncakeOptions(BackendOptions, frozen=True, kw_only=True):
     """Options of ``mooncake``; null: the variable in brackets, else the default."""
 
-    master_server_address: Annotated[str | None, _doc("host:port of mooncake_master [MOONCAKE_MASTER]")] = None
+    master_server_address: Annotated[
+        str | None, _doc("host:port of mooncake_master, else [MOONCAKE_MASTER]; required")
+    ] = None
     local_hostname: Annotated[
-        str | None, _doc("this host's name for its peers; localhost [MOONCAKE_LOCAL_HOSTNAME, LOCAL_HOSTNAME]")
+        str | None, _doc("this host's name for its peers; default localhost [MOONCAKE_LOCAL_HOSTNAME, LOCAL_HOSTNAME]")
     ] = None
     metadata_server: Annotated[
-        str | None, _doc("P2PHANDSHAKE or http://host:port/metadata [MOONCAKE_TE_META_DATA_SERVER]")
+        str | None, _doc("P2PHANDSHAKE (default) or http://host:port/metadata [MOONCAKE_TE_META_DATA_SERVER]")
     ] = None
     global_segment_size: Annotated[
         int | str | None,
-        _doc('memory that the engine contributes, bytes or "4gb"; shared by its tp x pp ranks; 0: none'),
+        _doc('memory that the engine contributes, bytes or "4gb"; shared by its tp x pp ranks; default 4gb; 0: none'),
     ] = None
-    local_buffer_size: Annotated[int | str | None, _doc("the client's own buffer; 16mb")] = None
+    local_buffer_size: Annotated[int | str | None, _doc("the client's own buffer; default 16mb")] = None
     protocol: Annotated[str | None, _doc("rdma (default), tcp, efa, ... [MOONCAKE_PROTOCOL]")] = None
     device_name: Annotated[
-        str | None, _doc('RDMA devices with commas, or {"tp rank": "devices"} as JSON text [MOONCAKE_DEVICE]')
+        str | None,
+        _doc(
+            'RDMA devices with commas, or {"tp rank": "devices"} as JSON; default Mooncake\'s choice [MOONCAKE_DEVICE]'
+        ),
     ] = None
-    master_metrics_port: Annotated[int | None, _doc("HTTP port of the master, for check_server; 9003")] = None
-    check_server: Annotated[bool | None, _doc("refuse unless some storage node has mounted memory")] = None
-    tenant_id: Annotated[str | None, _doc("tenant [MOONCAKE_TENANT_ID]")] = None
-    enable_ssd_offload: Annotated[bool | None, _doc("let Mooncake spill to SSD")] = None
-    ssd_offload_path: Annotated[str | None, _doc("where; each rank gets a directory of its own below")] = None
-    extra_backend_tag: Annotated[str | None, _doc("prefix of every key; isolates deployments in one store")] = None
+    master_metrics_port: Annotated[int | None, _doc("HTTP port of the master, for check_server; default 9003")] = None
+    check_server: Annotated[bool | None, _doc("refuse unless some storage node has mounted memory; default false")] = (
+        None
+    )
+    tenant_id: Annotated[str | None, _doc("tenant; default 'default' [MOONCAKE_TENANT_ID]")] = None
+    enable_ssd_offload: Annotated[bool | None, _doc("let Mooncake spill to SSD; default false")] = None
+    ssd_offload_path: Annotated[
+        str | None, _doc("where it spills, each rank below in a directory of its own; default none")
+    ] = None
+    extra_backend_tag: Annotated[
+        str | None, _doc("prefix of every key; isolates deployments in one store; default none")
+    ] = None
     enable_group_semantics: Annotated[bool, _doc("accepted; a page is one object here, so there is no group")] = False
-    standalone_storage: Annotated[bool | None, _doc("not supported: needs Mooncake's own host allocator")] = None
-    client_server_address: Annotated[str | None, _doc("not supported, see standalone_storage")] = None
+    standalone_storage: Annotated[
+        bool | None, _doc("default false; true is refused: it needs Mooncake's own host allocator")
+    ] = None
+    client_server_address: Annotated[str | None, _doc("default none; not supported, see standalone_storage")] = None
     rpc_timeout_ms: Annotated[
         int, _doc("of a call to the master; counts from the first use of mooncake in a process on", ge=100, le=60_000)
     ] = 2000

@@ -48,7 +48,7 @@ class NixlOptions(BackendOptions, frozen=True, kw_only=True):
 
     plugin: Annotated[
         dict[Literal["posix", "obj", "gds", "gds_mt", "3fs"], dict[str, Any]] | None,
-        _doc("long form: parameters by plugin, each with 'active'; the first active one is used"),
+        _doc("long form: parameters by plugin, each with 'active'; default: the flat form"),
     ] = None
     storage_dir: Annotated[str | None, _doc(f"directories of the file plugins, comma list; else ${DIR_ENV}")] = None
     use_direct_io: Annotated[
@@ -60,35 +60,40 @@ class NixlOptions(BackendOptions, frozen=True, kw_only=True):
     l3_cleaner_low_watermark: Annotated[float, _doc("% of the disk in use that ends it", gt=0, le=100)] = 70.0
     # posix
     use_aio: Annotated[Flag | None, _doc("posix: libaio (the default)")] = None
-    use_uring: Annotated[Flag | None, _doc("posix: io_uring")] = None
-    use_posix_aio: Annotated[Flag | None, _doc("posix: POSIX AIO (threads of libc); an error costs a new agent")] = None
+    use_uring: Annotated[Flag | None, _doc("posix: io_uring; default false")] = None
+    use_posix_aio: Annotated[
+        Flag | None, _doc("posix: POSIX AIO (libc's threads); an error costs a new agent; default false")
+    ] = None
     ios_pool_size: Annotated[Count | None, _doc("posix: I/O slots of the agent (NIXL: 65536)")] = None
     kernel_queue_size: Annotated[Count | None, _doc("posix: depth of the kernel's queue (NIXL: 256)")] = None
     # obj
     bucket: Annotated[str | None, _doc(f"obj: bucket; else ${BUCKET_ENV}")] = None
-    endpoint_override: Annotated[str | None, _doc("obj: URL or host:port of another service than AWS")] = None
+    endpoint_override: Annotated[str | None, _doc("obj: URL or host:port; default AWS")] = None
     scheme: Annotated[Literal["http", "https"] | None, _doc("obj: default http, as NIXL's")] = None
     region: Annotated[str | None, _doc("obj: region; else $AWS_REGION, $AWS_DEFAULT_REGION, us-east-1")] = None
     access_key: Annotated[Secret | None, _doc("obj: else $AWS_ACCESS_KEY_ID")] = None
     secret_key: Annotated[Secret | None, _doc("obj: else $AWS_SECRET_ACCESS_KEY")] = None
     session_token: Annotated[Secret | None, _doc("obj: else $AWS_SESSION_TOKEN")] = None
-    access_key_file: Annotated[SecretFile | None, _doc("obj: file that holds access_key")] = None
-    secret_key_file: Annotated[SecretFile | None, _doc("obj: file that holds secret_key")] = None
+    access_key_file: Annotated[SecretFile | None, _doc("obj: file that holds access_key, else the variable")] = None
+    secret_key_file: Annotated[SecretFile | None, _doc("obj: file that holds secret_key, else the variable")] = None
+    session_token_file: Annotated[SecretFile | None, _doc("obj: file that holds session_token, else the variable")] = (
+        None
+    )
     use_virtual_addressing: Annotated[Flag | None, _doc("obj: bucket in the host name; default false")] = None
     req_checksum: Annotated[Literal["required", "supported"] | None, _doc("obj: default required")] = None
     resp_checksum: Annotated[Literal["required", "supported"] | None, _doc("obj: default required")] = None
-    ca_bundle: Annotated[str | None, _doc("obj: file of certificates to trust")] = None
+    ca_bundle: Annotated[str | None, _doc("obj: file of certificates to trust; default the system's")] = None
     num_threads: Annotated[Count | None, _doc("obj: client threads (NIXL: 4)")] = None
-    crtMinLimit: Annotated[Count | None, _doc("obj: bytes from which the CRT client is used")] = None
-    throughput_target_gbps: Annotated[Count | None, _doc("obj: CRT client's target")] = None
+    crtMinLimit: Annotated[Count | None, _doc("obj: bytes from which the CRT client is used; default NIXL's")] = None
+    throughput_target_gbps: Annotated[Count | None, _doc("obj: CRT client's target; default NIXL's")] = None
     # gds, gds_mt, 3fs
-    batch_pool_size: Annotated[Count | None, _doc("gds: requests per batch")] = None
-    batch_limit: Annotated[Count | None, _doc("gds: requests at once")] = None
-    max_request_size: Annotated[Count | None, _doc("gds: bytes of one request")] = None
-    thread_count: Annotated[Count | None, _doc("gds_mt: worker threads")] = None
-    mount_point: Annotated[str | None, _doc("3fs: mount point")] = None
-    mem_config: Annotated[Literal["dram", "dram_zc", "auto"] | None, _doc("3fs: memory mode")] = None
-    iopool_size: Annotated[Count | None, _doc("3fs: I/O pool")] = None
+    batch_pool_size: Annotated[Count | None, _doc("gds: requests per batch; default NIXL's")] = None
+    batch_limit: Annotated[Count | None, _doc("gds: requests at once; default NIXL's")] = None
+    max_request_size: Annotated[Count | None, _doc("gds: bytes of one request; default NIXL's")] = None
+    thread_count: Annotated[Count | None, _doc("gds_mt: worker threads; default NIXL's")] = None
+    mount_point: Annotated[str | None, _doc("3fs: mount point; default NIXL's")] = None
+    mem_config: Annotated[Literal["dram", "dram_zc", "auto"] | None, _doc("3fs: memory mode; default NIXL's")] = None
+    iopool_size: Annotated[Count | None, _doc("3fs: I/O pool; default NIXL's")] = None
 
     def effective(self, env: Mapping[str, str]) -> Self:
         """The flat form of the chosen plugin: ``plugin`` is ``{name: {}}``, switches are booleans.
@@ -153,7 +158,7 @@ class NixlOptions(BackendOptions, frozen=True, kw_only=True):
         bucket = self.bucket or env.get(BUCKET_ENV)
         if not bucket:
             raise invalid("bucket", f"must be given (or {BUCKET_ENV} on the engine's host)", "missing_option")
-        for key in ("access_key", "secret_key"):
+        for key in ("access_key", "secret_key", "session_token"):
             if getattr(self, key) and getattr(self, f"{key}_file"):
                 raise invalid(key, f"excludes {key}_file")
         region = self.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -189,7 +194,7 @@ class NixlOptions(BackendOptions, frozen=True, kw_only=True):
         return {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in values.items() if v is not None}
 
 
-_FILES = {"obj": ("access_key_file", "secret_key_file")}
+_FILES = {"obj": ("access_key_file", "secret_key_file", "session_token_file")}
 
 
 def _given(options: NixlOptions) -> dict[str, Any]:

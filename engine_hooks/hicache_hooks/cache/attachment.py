@@ -137,6 +137,7 @@ class StorageAttachment:
         if running.config is not None:
             if running.config is not current.config:
                 warnings += self._check(running.config)
+                notes += _what_is_inside(running.config)
             warnings += knob_warnings(running.knobs, self.facts.l2_tokens)
             notes += policy_notes(running.knobs)
         config = running.config
@@ -272,6 +273,12 @@ class StorageAttachment:
         _step("threads", made.start_parked)
         _go_on(cancelled)
         return Parked(made, running, guard, scratch if manifest.needs_registration else None)
+
+
+def _what_is_inside(config: ResolvedConfig) -> list[str]:
+    """The plugin or connector behind the backend's name, whoever chose it: we, a variable or the vendor (F66, F75)."""
+    inner = registry.entry(config.backend).load().inner(config.options)
+    return [f"{config.backend}: {inner}"] if inner not in ("", registry.UNKNOWN_INNER) else []
 
 
 def check_manifest(manifest: Manifest, facts: PoolFacts) -> None:

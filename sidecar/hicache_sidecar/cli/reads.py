@@ -1,6 +1,7 @@
 """Commands that only look: status, idle, ranks, backends."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from hicache_sidecar.cli.arguments import parse, parser
@@ -13,6 +14,8 @@ SGLANG_FIELDS = (
     ("hicache_storage_prefetch_policy", "prefetch policy"),
     ("hicache_write_policy", "write policy"),
 )
+
+MAX_WORDS = 4  # of a choice that is printed instead of its type
 
 
 def run_status(context: Context, arguments: list[str]) -> int:
@@ -199,18 +202,7 @@ def run_backends(context: Context, arguments: list[str]) -> int:
 
 def _print_options(context: Context, backend: dict[str, Any]) -> None:
     schema = backend.get("options_schema")
-    properties = schema.get("properties", schema) if isinstance(schema, dict) else {}
-    required = schema.get("required", ()) if isinstance(schema, dict) else ()
-    rows = [
-        (
-            name,
-            _type_name(option),
-            "(required)" if name in required else option.get("default"),
-            option.get("description"),
-        )
-        for name, option in sorted(properties.items())
-        if isinstance(option, dict)
-    ]
+    rows = list(_option_rows(schema, schema.get("$defs", {}))) if isinstance(schema, dict) else []
     if rows:
         context.line()
         context.table(("OPTION", "TYPE", "DEFAULT", "MEANING"), rows)
@@ -219,7 +211,33 @@ def _print_options(context: Context, backend: dict[str, Any]) -> None:
         context.line(plain(str(note)))
 
 
+def _option_rows(schema: dict[str, Any], defs: dict[str, Any], within: str = "") -> Iterator[tuple[Any, ...]]:
+    """Name, type, default and meaning of each option; those of an object follow it, as ``config.name``."""
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    for name, option in sorted(properties.items()):
+        if not isinstance(option, dict):
+            continue
+        default = "(required)" if name in required else option.get("default")
+        yield f"{within}{name}", _type_name(option), default, option.get("description")
+        for kind in _kinds(option):
+            inside = defs.get(str(kind.get("$ref", "")).rpartition("/")[2])
+            if isinstance(inside, dict) and not within:  # one level: no backend has more
+                yield from _option_rows(inside, defs, f"{name}.")
+
+
+def _kinds(option: dict[str, Any]) -> list[dict[str, Any]]:
+    return [kind for kind in option.get("anyOf") or [option] if isinstance(kind, dict)]
+
+
 def _type_name(option: dict[str, Any]) -> str:
-    """``string|null`` of a JSON schema."""
-    kinds = [kind for kind in option.get("anyOf") or [option] if isinstance(kind, dict)]
-    return "|".join(str(kind.get("type") or ("string" if "enum" in kind else "any")) for kind in kinds)
+    """``string|null`` of a JSON schema; of a choice among a few words these."""
+    names: list[str] = []
+    for kind in _kinds(option):
+        words = [str(word) for word in kind.get("enum", ())]
+        if "type" in kind:
+            names.append(str(kind["type"]))
+        elif words and len(words) <= MAX_WORDS and not any(word.isdigit() for word in words):
+            names += words
+        else:  # many words, or switches and numbers that may be written as text
+            names.append("string" if words else "object" if "$ref" in kind else "any")
+    return "|".join(names)

@@ -81,12 +81,14 @@ def test_secrets_are_secrets_in_both_forms() -> None:
     """F94: the digest and the redaction look at the flat struct."""
     inline, files = secret_fields(NixlOptions)
     assert inline == {"access_key", "secret_key", "session_token"}
-    assert files == {"access_key_file", "secret_key_file"}
+    assert files == {f"{name}_file" for name in inline}
     values = {"plugin": {"obj": {"active": True, "bucket": "abc", "access_key": "s3cret1", "secret_key": "s3cret2"}}}
     assert "s3cret" not in redact(json.dumps(values), values, inline)
     made = effective(**values)
     assert (made.secret_key, made.plugin) == ("s3cret2", {"obj": {}})
-    assert refused(bucket="b", secret_key="s3cret", secret_key_file="/k")["key"] == "secret_key"
+    for name in sorted(inline):
+        assert refused(bucket="b", **{name: "s3cret", f"{name}_file": "/k"})["key"] == name
+    assert effective(plugin={"obj": {"active": True, "bucket": "b", "session_token_file": "/k"}}).session_token_file
 
 
 def test_a_plugin_that_needs_a_driver_is_really_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """VALIDATE: what a plan says, and what is refused before anything is touched."""
 
+import json
 from pathlib import Path
 
 import pytest
 from tests.rigs.backends import OtherConstructorBK, Rig
 from tests.unit.backends.support import FORMAT, NOTHING, FakeSet, box, built, dynamic, file
 
+from hicache_hooks.backends import registry
+from hicache_hooks.backends.aibrix_options import AibrixOptions
 from hicache_hooks.cache.attachment import LiveChange, effective_state
 from hicache_hooks.cache.writer import SELECTIVE_HITS
 from hicache_proto.errors import (
@@ -28,6 +31,24 @@ def test_a_plan_touches_nothing(rig: Rig, tmp_path: Path) -> None:
     assert box().validate(dynamic(), NOTHING).relation == "attach"
     assert rig.calls == {}
     assert box().validate(TargetState(), NOTHING).relation == "same"
+
+
+def test_the_answer_names_what_is_behind_the_backends_name(rig: Rig, tmp_path: Path) -> None:
+    """F66: a plugin that nobody named is said; F75: the vendor's connector. Nothing to say of ``file``."""
+    notes = {}
+    for backend, config in (
+        ("nixl", {"storage_dir": str(tmp_path)}),
+        ("redis", {"url": "redis://h"}),
+        ("file", {"file_storage_path": str(tmp_path)}),
+    ):
+        target = TargetState(backend=backend, extra_config=json.dumps(config))
+        if not registry.entry(backend).load().missing():
+            notes[backend] = box().validate(target, NOTHING).notes
+    assert notes["file"] == []
+    assert notes.get("nixl", ["nixl: POSIX"]) == ["nixl: POSIX"]
+    assert notes.get("redis", []) == []
+    inner = registry.entry("aibrix").load().inner
+    assert inner(AibrixOptions(l1_capacity_gb=1.0, l2_backend="ROCKSDB")) == "L1+ROCKSDB"
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "odd"])

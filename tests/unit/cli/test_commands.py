@@ -280,6 +280,13 @@ def test_backends_shows_one_with_its_options(ctl: Any) -> None:
     rows = [line.split() for line in ctl("backends", "file", answer=listed).out.splitlines()]
     assert ["max_size", "integer", "(required)", "byte", "quota"] in rows
     assert ["direct", "boolean|string", "no", "-"] in rows
+    schema["properties"]["scheme"] = {"anyOf": [{"enum": ["http", "https"]}, {"type": "null"}], "default": None}
+    schema["properties"]["inner"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Inner"}], "default": None}
+    schema["$defs"] = {"Inner": {"properties": {"level": {"type": "integer", "default": 2, "description": "loud"}}}}
+    rows = [line.split() for line in ctl("backends", "file", answer=listed).out.splitlines()]
+    assert ["scheme", "http|https|null", "-", "-"] in rows
+    at = rows.index(["inner", "string|object", "-", "-"])
+    assert rows[at + 1] == ["inner.level", "integer", "2", "loud"]
     assert ctl("backends", "nothing", answer=listed).code == 1
 
 
