@@ -22,6 +22,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
+from hicache_hooks.describe import Said, describe_exception
+
 DIR_MODE = 0o750
 FILE_MODE = 0o640
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -60,7 +62,23 @@ class StorePaths:
             OSError: the path cannot be made or is not a directory.
         """
         for path in (self.pages, self.bad, self.tmp):
-            os.makedirs(path, DIR_MODE, exist_ok=True)
+            try:
+                os.makedirs(path, DIR_MODE, exist_ok=True)
+            except RecursionError:  # thousands of parts, none of which is there
+                raise DirectoryUnusable("the storage directory cannot be made: its path is too deep") from None
+            except OSError as exc:
+                raise unusable(exc) from None
+
+
+class DirectoryUnusable(Said, OSError):
+    """A directory cannot be made or written."""
+
+
+def unusable(exc: OSError) -> DirectoryUnusable:
+    """``exc`` in words without its path, and with its errno."""
+    found = DirectoryUnusable(f"the storage directory cannot be used: {describe_exception(exc)}")
+    found.errno = exc.errno
+    return found
 
 
 def page_files(pages: str) -> Iterator[os.DirEntry[str]]:
@@ -108,8 +126,11 @@ class TempArea:
         Raises:
             OSError: the directory is not writable.
         """
-        reserved = self._sweep()
-        self._make()
+        try:
+            reserved = self._sweep()
+            self._make()
+        except OSError as exc:
+            raise unusable(exc) from None
         return reserved
 
     def note(self, reserved: int) -> None:

@@ -11,13 +11,14 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from hicache_hooks.backends.base import Got, Manifest, StoreContext
 from hicache_hooks.backends.options import BackendOptions, Secret, SecretFile, StoreFacts, invalid
+from hicache_hooks.backends.redis_errors import RedisFailed, plain
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.secret_text import secret_of
 from hicache_hooks.backends.upkeep import Upkeep, part_or_raise, stored_or_raise
@@ -46,11 +47,11 @@ class RedisOptions(BackendOptions, frozen=True, kw_only=True):
     """Options of ``redis``."""
 
     url: Annotated[str, _doc("redis://, rediss:// or unix://, with user and database; no query", min_length=1)]
-    password: Annotated[Secret | None, _doc("better given as password_file")] = None
-    password_file: Annotated[SecretFile | None, _doc("file that holds the password")] = None
+    password: Annotated[Secret | None, _doc("default none; better given as password_file")] = None
+    password_file: Annotated[SecretFile | None, _doc("file that holds the password; default none")] = None
     ttl_s: Annotated[Seconds | None, _doc("seconds that a page lives after it was written; null: for ever")] = None
     timeout_s: Annotated[float, _doc("longest wait for an answer, in seconds", gt=0, le=600)] = 5.0
-    ca_file: Annotated[str | None, _doc("rediss: file of certificates to trust")] = None
+    ca_file: Annotated[str | None, _doc("rediss: file of certificates to trust; default the system's")] = None
 
     def effective(self, env: Mapping[str, str]) -> Self:
         """The password taken out of the URL, so that it is treated as the secret that it is.
@@ -173,7 +174,7 @@ class RedisStore:
                 if bad:
                     refused = type(answer).__name__
         if refused and not any(out):
-            raise OSError(f"redis refused every page: {refused}")
+            raise RedisFailed(f"redis refused every page: {refused}")
         return out
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
@@ -294,17 +295,17 @@ class RedisStore:
         try:
             return call(client)
         except errors.TimeoutError as exc:
-            _plain(exc)
+            plain(exc)
         except errors.AuthenticationError as exc:
-            _plain(exc)
+            plain(exc)
         except errors.ConnectionError:
             client.connection_pool.disconnect(inuse_connections=False)
         except errors.RedisError as exc:
-            _plain(exc)
+            plain(exc)
         try:
             return call(self._usable())
         except errors.RedisError as exc:
-            _plain(exc)
+            plain(exc)
 
     def _pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Answers one by one; an error of one command is its answer."""
@@ -337,17 +338,6 @@ class RedisStore:
 def _call(name: str, *args: Any, **fields: Any) -> Callable[[Any], Any]:
     """A method of the client with its arguments, to be called when there is a connection."""
     return lambda client: getattr(client, name)(*args, **fields)
-
-
-def _plain(exc: Exception) -> NoReturn:
-    kind = type(exc).__name__
-    if kind == "TimeoutError":
-        raise TimeoutError("redis: no answer in time") from None
-    if kind in ("AuthenticationError", "AuthenticationWrongNumberOfArgsError", "NoPermissionError"):
-        raise PermissionError(f"redis: {kind}") from None
-    if isinstance(exc, OSError) or kind in ("ConnectionError", "BusyLoadingError", "MaxConnectionsError"):
-        raise ConnectionError(f"redis: {kind}") from None
-    raise OSError(f"redis: {kind}") from None
 
 
 def missing() -> list[str]:

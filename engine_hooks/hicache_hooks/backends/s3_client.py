@@ -18,12 +18,22 @@ from typing import NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
+from hicache_hooks.describe import Said
+
 PARALLEL = 8  # requests at once; also the number of kept connections
 LIST_PAGE = 1000
 MAX_ANSWER_BYTES = 4 << 20  # a page of 1000 long keys is below 1 MiB
 
+# HEAD has no body that would say more.
+_BUCKET_ANSWERS = {
+    301: "it is in another region",
+    400: "the request was not understood: region, or a key for another server?",
+    403: "these credentials may not see it, or are wrong",
+    404: "there is no such bucket",
+}
 
-class S3Error(OSError):
+
+class S3Error(Said, OSError):
     """A request failed; the text holds method and status only, never a key or a signature (F94)."""
 
 
@@ -99,7 +109,8 @@ class S3Client:
         """Raises ``S3Error`` unless the bucket is there and readable."""
         answer = self._request("HEAD", "")
         if answer.status != 200:
-            raise S3Error(f"the bucket answered {answer.status}")
+            why = _BUCKET_ANSWERS.get(answer.status, "")
+            raise S3Error(f"the bucket answered {answer.status}{why and f': {why}'}")
 
     def lengths(self, keys: list[str]) -> list[int]:
         """Bytes of each object; -1 when it is not there.

@@ -36,6 +36,7 @@ _SECRET_ROUNDS = 10_000
 _TYPE_ERROR = re.compile(
     r"(Expected `[^`]+`(?: (?:of length )?[<>]=? ?-?[0-9.]+)?(?:, got `[a-z]+`)?)(?: - at `(\$[^`]*)`)?$"
 )
+_MISSING = re.compile(r"Object missing required field `(\w+)`$")  # a name of our own
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,9 @@ def typed_options(values: dict[str, Any], options: type[BackendOptions]) -> Back
     try:
         return msgspec.convert(values, options, strict=True)
     except msgspec.ValidationError as exc:
+        absent = _MISSING.match(str(exc))
+        if absent:
+            raise bad(f"option {absent[1]!r} must be given", "missing_option") from None
         match = _TYPE_ERROR.match(str(exc))
         # Other texts of msgspec quote the value (F94).
         said, place = (match[1], match[2]) if match else ("Not an allowed value", _place(str(exc)))
@@ -174,8 +178,8 @@ def typed_options(values: dict[str, Any], options: type[BackendOptions]) -> Back
 
 
 def _place(message: str) -> str | None:
-    match = re.search(r" - at `(\$[^`]*)`$", message)
-    return match[1] if match else None
+    match = re.search(r" - at (`key` in )?`(\$[^`]*)`$", message)
+    return f"{'a key of ' if match[1] else ''}{match[2]}" if match else None
 
 
 def compare(current: Running, target: Running) -> Difference:

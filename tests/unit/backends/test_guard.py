@@ -1,5 +1,6 @@
 """The guard: whatever a store does, the engine sees hits and misses, and each is counted once."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from tests.rigs.backends import BK, Fault, Rig
 
 from hicache_hooks import guard as guard_module
 from hicache_hooks.backends.base import Got, StoreContext
-from hicache_hooks.guard import Guard, describe_exception
+from hicache_hooks.describe import Said, describe_exception
+from hicache_hooks.guard import Guard
 from hicache_hooks.guard_settings import GuardSettings
 from hicache_proto.errors import PrepareFailed
 from hicache_proto.model import OpUsage
@@ -258,3 +260,14 @@ def test_exceptions_are_named_without_their_text() -> None:
     """F94."""
     assert describe_exception(ValueError("s3cr3t")) == "ValueError"
     assert describe_exception(OSError(28, "s3cr3t", "/path/s3cr3t")) == "OSError: No space left on device"
+
+
+def test_a_text_of_our_own_is_said() -> None:
+    """F94: the marker says whose words they are; a resolver's error number is none of strerror's."""
+
+    class Ours(Said, TimeoutError):
+        pass
+
+    assert describe_exception(Ours("redis: no answer in time")) == "redis: no answer in time"
+    assert describe_exception(Ours()) == "Ours"
+    assert describe_exception(socket.gaierror(-2, "s3cr3t")) == "the host's name cannot be resolved"

@@ -8,9 +8,11 @@ import pytest
 
 from hicache_hooks.backends.options import StoreFacts
 from hicache_hooks.backends.redis import RedisOptions, RedisStore
+from hicache_hooks.backends.redis_errors import plain
 from hicache_hooks.backends.secret_text import secret_of
 from hicache_hooks.cache.config import typed_options
 from hicache_hooks.cache.config_redact import redact, secret_fields
+from hicache_hooks.describe import describe_exception
 from hicache_proto.errors import InvalidConfig
 
 
@@ -87,3 +89,21 @@ def test_pages_beyond_a_string_are_refused() -> None:
 
 def test_the_manifest_takes_every_layout() -> None:
     assert RedisStore.manifest.layouts == ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def test_errors_of_the_client_are_told_in_our_words() -> None:
+    """F94: what is said helps, and holds nothing that was sent."""
+    pytest.importorskip("redis")
+    from redis import exceptions as theirs
+
+    def said(exc: Exception) -> str:
+        with pytest.raises(OSError) as caught:
+            plain(exc)
+        return describe_exception(caught.value)
+
+    gone = theirs.ConnectionError("Error 111 connecting to s3cr3t")
+    gone.__cause__ = ConnectionRefusedError(111, "s3cr3t")
+    assert said(gone) == "redis: no connection (ConnectionRefusedError: Connection refused)"
+    assert said(theirs.AuthenticationError("s3cr3t")).startswith("redis: the server refuses this user or password")
+    assert said(theirs.ResponseError("READONLY You can't write s3cr3t")) == "redis: ResponseError READONLY"
+    assert said(theirs.ResponseError("s3cr3t is no index")) == "redis: ResponseError"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hicache_hooks.backends.s3_client import S3Client, S3Error, S3Target
+from hicache_hooks.describe import describe_exception
 
 LIST = '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{}</ListBucketResult>'
 
@@ -148,3 +149,10 @@ def test_nothing_works_after_close(client: S3Client) -> None:
         client.lengths(["a"])
     with pytest.raises(RuntimeError):
         client.check_bucket()
+
+
+def test_a_bucket_that_cannot_be_used_says_why(client: S3Client) -> None:
+    Bucket.status = 404
+    with pytest.raises(S3Error) as caught:
+        client.check_bucket()
+    assert describe_exception(caught.value) == "the bucket answered 404: there is no such bucket"

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from hicache_hooks.backends import registry
+from hicache_hooks.backends.nixl_options import NixlOptions
 from hicache_hooks.backends.options import BackendOptions, Secret, SecretFile
-from hicache_hooks.cache.config import Running, compare, knob_warnings, resolve
+from hicache_hooks.backends.redis import RedisOptions
+from hicache_hooks.cache.config import Running, compare, knob_warnings, resolve, typed_options
 from hicache_hooks.cache.config_redact import redact
 from hicache_hooks.cache.knobs import Knobs
 from hicache_proto.errors import HicacheError, InvalidConfig, UnknownBackend
@@ -104,6 +106,20 @@ def test_wrong_types_say_where(options: dict[str, Any], path: str) -> None:
     """F53, F94: place and type, never the value."""
     error = refused(target(options))
     assert error.details == {"reason": "bad_type", "path": path}
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "said"),
+    [
+        ({}, RedisOptions, "option 'url' must be given"),
+        ({"plugin": {SENTINEL: {}}}, NixlOptions, "Not an allowed value at a key of $.plugin"),
+    ],
+)
+def test_what_is_absent_or_no_choice_is_named(values: dict[str, Any], options: Any, said: str) -> None:
+    """F53, F94."""
+    with pytest.raises(InvalidConfig) as caught:
+        typed_options(values, options)
+    assert caught.value.message == said
 
 
 @pytest.mark.parametrize("size", ["", "-1", "10 apples", "1e9", "0x10", "nan", SENTINEL, -1, 2**62])
