@@ -99,9 +99,11 @@ class RankTransaction:
                 self._waiting.fail(call, error)
 
     def on_built(self, built: Built) -> None:
-        """The builder ended."""
+        """The builder ended, or was given up. What it made after that is closed, and is no event of the table."""
         with self._step("prepare"):
-            if built.error is not None:
+            if built.late:
+                self._sets.close(built.result)
+            elif built.error is not None:
                 self._facts.build_error[built.n] = built.error
                 self._feed(On.BUILD_FAILED, built.n)
             else:

@@ -72,6 +72,29 @@ def test_a_store_that_hangs_in_the_canary(stack: Stack) -> None:
         flag.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("topology", ["tp1", "tp2"])
+def test_a_constructor_that_hangs_costs_its_own_operation(stack: Stack) -> None:
+    """F46: nobody waits for it for good: the next attach is done while it hangs; what it makes in the end is closed."""
+    flag, body = odd(stack, "start", "hang")
+    closed = [stack.root / "odd-start" / f"closed-{rank}" for rank in range(stack.ranks)]
+    for mark in closed:
+        mark.unlink(missing_ok=True)
+    flag.touch()
+    try:
+        code, answer = stack.put({**body, "timeout_s": 2})
+        assert (code, answer["error"]["code"]) == (504, "deadline_exceeded"), answer
+        stack.attach("well", wait_timeout_s=10, timeout_s=60)
+        assert not any(mark.exists() for mark in closed)
+    finally:
+        flag.unlink(missing_ok=True)
+    until(lambda: all(mark.exists() for mark in closed), "the close of what came late")
+    stack.server.generate(prompt())
+    until(lambda: len(stack.pages("well")) >= 32 * stack.ranks, "pages in the store that was attached")
+    assert not stack.pages("odd-start")
+    status = stack.status()
+    assert (status["state"], status["drift"]) == ("attached", [])
+
+
 def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:
     """F49: refused by name; nothing is left of it."""
     flag, body = odd(stack, "start", "nameless")

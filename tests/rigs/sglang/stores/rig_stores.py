@@ -83,11 +83,13 @@ class OddStore(PlainStore):
     """Fails as native clients do: raises what nobody expects, or hangs, where its options say.
 
     `odd_in` names a method, or `start` for the constructor; it raises `odd_what` (see `ODD`), or, where that is `hang`,
-    does not return while the file `odd_file` exists. Methods do so only while that file exists.
+    does not return while the file `odd_file` exists. Methods do so only while that file exists. A close that
+    ends leaves a file `closed-RANK` among the pages.
     """
 
     def __init__(self, storage_config, kwargs):
         super().__init__(storage_config, kwargs)
+        self.rank = storage_config.tp_rank
         self._odd("start")
 
     def _odd(self, place):
@@ -114,6 +116,9 @@ class OddStore(PlainStore):
 
     def close(self):
         self._odd("close")
+        os.makedirs(self.file_path, exist_ok=True)
+        with open(f"{self.file_path}/closed-{self.rank}", "w"):
+            pass
 
 
 class HangingPages(PlainStore):
