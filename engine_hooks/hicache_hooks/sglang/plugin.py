@@ -65,3 +65,15 @@ def _scheduler_made(scheduler: Any, endpoint: str, name: str, launch: str) -> No
         pull.install(SchedulerRank(scheduler, endpoint, engine_id=name, incarnation=launch).pull)
     except Exception:
         log.exception("hicache hooks: this scheduler has no hook; it serves without a sidecar")
+        _take_no_part(scheduler)
+
+
+def _take_no_part(scheduler: Any) -> None:
+    """Commands that this world's leader broadcasts all the same (the end of an operation of an engine before) do
+    nothing here: an unknown kind of request would end the scheduler."""
+    try:
+        from hicache_hooks.sglang.world import BroadcastWorld
+
+        BroadcastWorld(leader=False, ranks=1).bind(scheduler, lambda command: None)
+    except Exception:
+        log.exception("hicache hooks: nor does it take the sidecar's commands")

@@ -1,8 +1,12 @@
 """The version floor, and the entry point that must never keep an engine from starting."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hicache_hooks.sglang import ours, plugin, pull, versions
+from hicache_hooks.sglang.world import HookCommand
+from hicache_hooks.world import WorldCommand, encode
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,15 @@ def test_a_failure_never_reaches_the_engine(caplog: pytest.LogCaptureFixture, mo
     plugin._scheduler_made(object(), "ipc:///x", "e", "i")
     assert "this scheduler has no hook" in caplog.text
     assert pull.on_pull(["x"]) is None
+
+
+def test_a_scheduler_without_its_hook_lets_commands_pass() -> None:
+    """The leader of its world may broadcast one; the engine's dispatcher raises for a type that it does not know."""
+    scheduler = SimpleNamespace(_request_dispatcher=SimpleNamespace(_mapping={}))
+    plugin._scheduler_made(scheduler, "ipc:///x", "e", "i")
+    handler = scheduler._request_dispatcher._mapping[HookCommand]
+    assert handler(HookCommand(encode(WorldCommand("undo", 7)))) is None
+    assert handler(HookCommand(b"no command")) is None
 
 
 def test_ours_marks_this_thread_and_nests() -> None:
