@@ -53,9 +53,26 @@ def test_a_backend_whose_device_is_missing_is_unavailable(monkeypatch: pytest.Mo
         registry.usable("file")
 
 
-def test_backends_of_the_spec_that_are_not_here_are_unknown() -> None:
-    """Said honestly: the name is refused and the release's own names are listed."""
-    for name in ("mooncake", "hf3fs", "nixl", "aibrix", "eic", "redis"):
-        if name not in registry.KNOWN:
-            with pytest.raises(UnknownBackend, match="known are"):
-                registry.usable(name)
+def test_every_option_says_what_it_is_and_what_counts_without_it() -> None:
+    """Null is no answer to "what is the default"."""
+    silent = []
+    for item in registry.describe():
+        schema = item["options_schema"]
+        structs = [schema, *(found for found in schema.get("$defs", {}).values() if "properties" in found)]
+        for name, option in ((name, option) for struct in structs for name, option in struct["properties"].items()):
+            said = option.get("description", "")
+            known = "default" in option and option["default"] is not None
+            if not said or not (known or "default" not in option or _says_what_else(said)):
+                silent.append(f"{item['name']}.{name}")
+    assert silent == []
+
+
+def _says_what_else(said: str) -> bool:
+    return any(word in said for word in ("default", "else ", "required", "null:", "(NIXL:"))
+
+
+def test_the_specs_backends_are_all_known_and_others_are_not() -> None:
+    """The name is refused and the release's own names are listed."""
+    assert set(registry.KNOWN) == {"aibrix", "dynamic", "eic", "file", "hf3fs", "mooncake", "nixl", "redis"}
+    with pytest.raises(UnknownBackend, match="known are aibrix, dynamic"):
+        registry.usable("mooncak")
