@@ -27,6 +27,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hicache_hooks.adapter import EngineAdapter
@@ -214,10 +215,11 @@ class RankHook:
         """The engine's own admin call changed storage behind our back: say so. Any thread."""
         self.agent.notice("drift", detail)
 
-    def close(self, reason: str = "", timeout_s: float = 2.0) -> None:
-        """The process leaves: undo what is open, say goodbye, end the threads. Idempotent; never raises.
+    def close(self, reason: str = "", timeout_s: float = 2.0, leave: Callable[[], Sequence[str]] = lambda: ()) -> None:
+        """The process leaves: undo what is open, ``leave``, say goodbye, end the threads. Idempotent; never raises.
 
-        Waits at most about ``timeout_s`` for the agent and for each set that is being closed.
+        Waits at most about ``timeout_s`` for the agent and for each set that is being closed. ``leave`` lets storage go
+        and names threads that did not stop, which is told before the goodbye: ``unclean_detach`` (F72).
         """
         if self._closed or self not in _hooks:
             return
@@ -229,6 +231,7 @@ class RankHook:
         self.pending = False
         for item in list(self._inbox):
             self._dispose(item)
+        self._leave(leave)
         self.agent.stop(reason, timeout_s)
         self._closer.stop(timeout_s)
         self._helpers.stop(timeout_s)
@@ -246,6 +249,15 @@ class RankHook:
             self._post(call)
 
     # ------------------------------------------------------------------ inner
+
+    def _leave(self, leave: Callable[[], Sequence[str]]) -> None:
+        try:
+            stuck = ", ".join(leave())
+        except Exception as error:
+            log.exception("storage could not be let go")
+            stuck = type(error).__name__
+        if stuck:
+            self.agent.notice("unclean_detach", stuck)
 
     def _post(self, item: Item) -> None:
         if self._closed:

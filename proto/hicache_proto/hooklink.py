@@ -93,7 +93,8 @@ class Answer(msgspec.Struct, frozen=True, tag_field="type", tag="answer"):
 
 
 class Notice(msgspec.Struct, frozen=True, tag_field="type", tag="notice"):
-    """Something happened at the rank by itself: ``idle`` (asked for by WatchIdle), ``lease_end``, ``drift``."""
+    """Something happened at the rank by itself: ``idle`` (asked for by WatchIdle), ``lease_end``, ``drift``, and
+    ``unclean_detach``: the process leaves, and threads named in ``detail`` still use its store (F72)."""
 
     session: str
     kind: str

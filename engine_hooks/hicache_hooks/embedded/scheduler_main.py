@@ -1,8 +1,9 @@
 """A scheduler process: built from a ``RankSpec`` on standard input, ended by ``Stop``, SIGTERM or its parent's death.
 
-Order at the end (F72): admission closes, running requests finish, the hook says goodbye, the storage set is stopped
-and its store closed, all within one budget. A process that cannot keep it (a store that hangs in native code)
-is ended hard by its own timer, and by the supervisor's kill.
+Order at the end (F72): admission closes, running requests finish, an open operation is undone, the storage set is
+stopped and its store closed, the hook says goodbye, and ``unclean_detach`` before it where that did not go well; all
+within one budget. A process that cannot keep it (a store that hangs in native code) is ended hard by its own timer,
+and by the supervisor's kill.
 """
 
 import faulthandler
@@ -27,8 +28,10 @@ from hicache_proto.model import EffectiveState
 
 log = logging.getLogger("hicache_hooks.embedded")
 
-HOOK_SHARE = 0.3  # of what is left of the stop budget: for undoing an operation and saying goodbye
+HOOK_SHARE = 0.3  # of what is left of the stop budget: for sets on their way out and saying goodbye
 HARD_EXIT_MARGIN_S = 0.5
+LEAVE_MARGIN_S = HARD_EXIT_MARGIN_S + 1.0  # for telling the sidecar that the storage did not let go
+CLOSING = "hicache-close-at-exit"
 
 
 def main() -> int:
@@ -88,16 +91,34 @@ class Process:
         timer = threading.Timer(max(0.1, by - time.monotonic() - HARD_EXIT_MARGIN_S), _exit_hard)
         timer.daemon = True
         timer.start()
+        stuck: list[str] = []
+
+        def leave() -> list[str]:
+            stuck.extend(self._let_go(max(0.1, by - time.monotonic() - LEAVE_MARGIN_S)))
+            return stuck
+
         if self._hook is not None:
-            self._hook.close("the engine stops", max(0.1, HOOK_SHARE * (by - time.monotonic())))
-        stuck = self._adapter.shutdown(max(0.1, by - time.monotonic() - 2 * HARD_EXIT_MARGIN_S))
-        if stuck:
-            log.error("unclean detach: threads did not stop: %s", ", ".join(stuck))
+            self._hook.close("the engine stops", max(0.1, HOOK_SHARE * (by - time.monotonic())), leave)
+        else:
+            leave()
         self._link.close()
         timer.cancel()
         if stuck:
             _exit_hard()
         return 0
+
+    def _let_go(self, timeout_s: float) -> list[str]:
+        """Stop and close the storage on a thread of its own, since a store's close may never return; who is stuck."""
+        stuck: list[str] = [CLOSING]
+        thread = threading.Thread(
+            target=lambda: stuck.__setitem__(slice(None), self._adapter.shutdown(timeout_s)), name=CLOSING, daemon=True
+        )
+        thread.start()
+        thread.join(timeout_s)
+        left = list(stuck)
+        if left:
+            log.error("unclean detach: threads did not stop: %s", ", ".join(left))
+        return left
 
     @property
     def _view(self) -> messages.StorageView:

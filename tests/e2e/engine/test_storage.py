@@ -15,6 +15,8 @@ from tests.e2e.engine.test_equality import prompts
 from tests.e2e.engine.test_processes import alive, health, until
 from tests.rigs.procs import Engine, Processes, Sidecar, http_json
 
+from hicache_hooks.embedded.scheduler_main import CLOSING
+from hicache_proto.api import EventDocument
 from hicache_proto.errors import HicacheError
 from hicache_sidecar.client.typed import Client
 
@@ -27,11 +29,11 @@ def file_config(path: Path) -> str:
 
 
 @pytest.fixture
-def stack(processes: Processes) -> Iterator[tuple[Sidecar, Engine, Client]]:
-    """dp=2 with tiny pools, and a client with this user's rights."""
+def stack(processes: Processes, request: pytest.FixtureRequest) -> Iterator[tuple[Sidecar, Engine, Client]]:
+    """dp=2 with tiny pools, and a client with this user's rights. The parameter: the engine's stop budget, seconds."""
     sidecar = processes.sidecar()
     engine = processes.engine(
-        sidecar, "--dp", "2", *SMALL, *TINY, "--stop-timeout", "4",
+        sidecar, "--dp", "2", *SMALL, *TINY, "--stop-timeout", getattr(request, "param", "4"),
         HICACHE_DYNAMIC_BACKENDS="tests.rigs.backends:BK", PYTHONPATH=str(Path(__file__).resolve().parents[3]),
     )  # fmt: skip
     with Client.connect(sidecar.socket) as client:
@@ -140,24 +142,44 @@ def events(log: Path) -> list[str]:
     return [json.loads(line)["event"] for line in log.read_text().splitlines()]
 
 
+def last_event(side: Sidecar) -> int:
+    with Client.connect(side.socket) as client:
+        return next(client.watch(quiet_timeout_s=10.0)).id
+
+
+def until_both_left(client: Client, number: int) -> list[EventDocument]:
+    """Events after ``number``, up to the one that says that the second rank is gone."""
+    seen: list[EventDocument] = []
+    for event in client.watch(number, quiet_timeout_s=10.0):
+        seen.append(event)
+        if sum(e.kind == "rank" and not e.data["connected"] for e in seen) == 2:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("stack", ["30"], indirect=True)  # a clean end is no matter of time
 def test_the_store_is_closed_before_the_engine_ends(stack: tuple[Sidecar, Engine, Client], tmp_path: Path) -> None:
     """F72: a stop detaches; a store with a lease would otherwise keep dead segments."""
-    _, engine, client = stack
+    side, engine, client = stack
     log = tmp_path / "calls"
     attach_scripted(client, log)
     engine.generate(prompts(12)[0], 24)
+    number = last_event(side)
     engine.process.signal(signal.SIGTERM)
     assert engine.process.wait() == 0
     assert events(log) == ["open", "open", "close", "close"]
+    assert not any(event.kind == "unclean_detach" for event in until_both_left(client, number))
 
 
 def test_a_store_that_hangs_at_close_does_not_hold_up_the_stop(
     stack: tuple[Sidecar, Engine, Client], tmp_path: Path
 ) -> None:
-    """F72: the stop still ends in its budget, and says by its exit code that the detach was not clean."""
-    _, engine, client = stack
+    """F72: the stop still ends in its budget, and says by its exit code and by an event for each rank that the detach
+    was not clean."""
+    side, engine, client = stack
     log = tmp_path / "calls"
     attach_scripted(client, log, close={"hang": True})
+    number = last_event(side)
     pids = [rank["pid"] for rank in health(engine)["ranks"]]
     began = time.monotonic()
     engine.process.signal(signal.SIGTERM)
@@ -165,3 +187,5 @@ def test_a_store_that_hangs_at_close_does_not_hold_up_the_stop(
     assert time.monotonic() - began < 5.5
     assert events(log).count("close") == 2
     assert not any(alive(pid) for pid in pids)
+    told = [event.data for event in until_both_left(client, number) if event.kind == "unclean_detach"]
+    assert sorted((data["rank"], data["detail"]) for data in told) == [(0, CLOSING), (1, CLOSING)]
