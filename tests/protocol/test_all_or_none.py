@@ -230,17 +230,6 @@ async def test_no_commit_before_every_local_verdict(tmp_path):
         await side.until(lambda: side.coordinator.registry.ranks[0].report_at > before)
 
 
-async def test_liar_is_found_by_the_clock(tmp_path):
-    """F114: a rank that is frozen and then does not enter COMMIT: all go back before any lease could matter."""
-    async with rig(tmp_path, tp=4) as (side, stub):
-        stub.ranks[2].set(silent=frozenset({"commit"}))
-        with pytest.raises(RolledBack) as failed:
-            await side.attach(timeout_s=20)
-        assert failed.value.details["rolled_back"] is True
-        assert stub.backends == dict.fromkeys(range(4))
-        assert stub.settled()
-
-
 async def test_missing_rank_refuses(tmp_path):
     """F115: topology says 8, 7 are connected: refused with the missing rank's number."""
     async with sidecar(tmp_path) as side:

@@ -42,9 +42,10 @@ def cause_of(
     drain: bool,
     checkpoint: bool = False,
     told: Mapping[int, str] = MappingProxyType({}),
+    stalled: Mapping[int, str] = MappingProxyType({}),
 ) -> HicacheError:
-    """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed, and
-    ``told`` what one of them last said against it."""
+    """The error for the event that ended ``phase``; ``silent`` are the participants that the phase still missed,
+    ``told`` what one of them last said against it, and ``stalled`` how far those were last seen whose world waits."""
     details: dict[str, object] = {"phase": phase.value}
     if error is not None:
         details |= error.details
@@ -60,6 +61,8 @@ def cause_of(
             f"{verb}: the checkpoint was not written when time was up; nothing was cleared",
             details=details | {"silent_ranks": silent, "reason": "checkpoint_late"},
         )
+    if event.see is See.DOUBT and silent:
+        return _stalled(event, silent, details, stalled)
     if event.see is See.TIMEOUT:
         return _late(phase, event, silent, blockers, details, verb=verb, drain=drain, told=told)
     if phase is CoordPhase.PREPARE:
@@ -101,6 +104,14 @@ def _late(
         if phase is CoordPhase.PREPARE
         else None,
     )
+
+
+def _stalled(event: CoordEvent, silent: list[int], details: dict[str, object], seen: Mapping[int, str]) -> HicacheError:
+    """Ranks that were ready and did not switch. In a world of several ranks the others wait for them inside the swap's
+    agreement, with their scheduler threads (F114): then it is ``collective_stall``, and how far each was is said."""
+    joined = "; ".join(f"rank {rank}: no reply" + (f" ({seen[rank]})" if rank in seen else "") for rank in silent)
+    reason = "collective_stall" if seen else "no_reply"
+    return RolledBack(f"{event.detail}; {joined}", details=details | {"reason": reason, "silent_ranks": silent})
 
 
 def cancelled(why: str, what: str, details: dict[str, object] | None = None) -> RolledBack:

@@ -41,7 +41,7 @@ from hicache_sidecar.core.faults import OFF, Faults
 from hicache_sidecar.engine import causes
 from hicache_sidecar.engine.decide import TOO_LATE, write_in_time
 from hicache_sidecar.engine.fanout import FanOut, RankAnswer
-from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process, point_of
+from hicache_sidecar.engine.moves import Move, Outcome, Participants, Process, point_of, stalled_in
 from hicache_sidecar.engine.operation import Job
 from hicache_sidecar.engine.registry import Registry, Session
 from hicache_sidecar.engine.senders import Senders
@@ -390,9 +390,10 @@ class Drive:
         """Why the operation did not reach B, as the client will read it."""
         if self.outcome.cause is None and not (self.move.dry_run and event.detail == "dry run"):
             error = self._errors.get(event.rank)
-            silent = sorted(before.participants - before.have)
+            came = {e.rank for e in self._inbox if e.see is See.SAID}  # with DOUBT: too late, but not silent
+            silent = sorted(before.participants - before.have - came)
             told = {rank: row.message for rank, row in self.job.ranks.items() if not row.success}
             self.outcome.cause = causes.cause_of(
                 before.phase, event, error, silent, self.blocking.all(), verb=self.job.verb, drain=before.drain,
-                checkpoint=self.move.checkpoint, told=told,
+                checkpoint=self.move.checkpoint, told=told, stalled=stalled_in(self.registry.ranks, silent),
             )  # fmt: skip

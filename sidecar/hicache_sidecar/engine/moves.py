@@ -1,10 +1,11 @@
 """What one transaction is asked to do, how it ended, and who takes part. No I/O."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hicache_proto.errors import HicacheError
 from hicache_proto.model import TargetState
-from hicache_proto.transaction import CoordPhase, Said, said
+from hicache_proto.transaction import CoordPhase, RankPhase, Said, said
 from hicache_sidecar.engine.registry import Registry, Session
 
 Process = tuple[int, int, str]  # pid, epoch, incarnation: another one is another process
@@ -56,6 +57,17 @@ class Outcome:
             self.freeze_ms += ms
         elif phase in (CoordPhase.COMMIT, CoordPhase.OUTCOME):
             self.commit_ms += ms
+
+
+def stalled_in(ranks: Mapping[int, Session], silent: Iterable[int]) -> dict[int, str]:
+    """How far ranks were last seen that other ranks of their world wait for (F114). Ranks that stand alone: nothing."""
+    far: dict[int, str] = {}
+    for rank in silent:
+        session = ranks.get(rank)
+        if session is not None and session.hello.identity.tp_size * session.hello.identity.pp_size > 1:
+            phase = session.report.op_phase
+            far[rank] = "back on the old state" if phase in ("", RankPhase.NONE) else f"last seen {phase}"
+    return far
 
 
 def process_of(session: Session) -> Process:

@@ -162,6 +162,8 @@ class Transactor:
             return answer
         error = outcome.cause or Inconsistent("the operation ended without a cause")
         self.ctx.counters.rollbacks += 1
+        if error.details.get("reason") == "collective_stall":
+            self.ctx.hub.publish("collective_stall", operation_id=job.id, ranks=error.details["silent_ranks"])
         stuck = self._stuck(drive)
         for rank in drive.move.participants:
             before = job.ranks.get(rank)
