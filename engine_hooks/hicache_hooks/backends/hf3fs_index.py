@@ -154,7 +154,10 @@ class Slots:
         None: it is stored, another thread writes it, or every slot is in use.
         """
         with self._lock:
-            if key in self._by_key or key in self._writing:
+            if key in self._by_key:  # somebody needs it just now: it is not the one to make room for another
+                self._by_key.move_to_end(key)
+                return None
+            if key in self._writing:
                 return None
             slot, stale = self._take()
             if slot is None:

@@ -49,6 +49,8 @@ def test_a_full_file_gives_out_what_was_used_least_recently(mount: Mount) -> Non
     store.close()
     store = mount.store(slots=4)
     assert get(store, 1, 2, 3, 4, 5, 6) == ["hit", "miss", "miss", "hit", "hit", "hit"]
+    assert put(store, 1, 7) == [True, True], "a page that is stored again is in use: 7 takes another's slot"
+    assert get(store, 1, 4, 7) == ["hit", "miss", "hit"]
 
 
 def test_every_process_has_a_file_of_its_own(mount: Mount) -> None:

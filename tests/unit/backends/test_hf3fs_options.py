@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.backends.hf3fs_rig import PAGE, get, key, pages, put
+from tests.unit.backends.hf3fs_rig import PAGE, emulated_io, get, key, mounted, pages, put
 
 from hicache_hooks.backends import hf3fs
 from hicache_hooks.backends.base import StoreContext
@@ -80,20 +80,37 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif("HF3FS_MOUNT" not in os.environ, reason="HF3FS_MOUNT names no 3FS mount: never run on a live 3FS")
 def test_on_a_live_3fs() -> None:
     """Round trip, restart, reuse; with the vendor's own bindings, on the mount that HF3FS_MOUNT names."""
-    folder = Path(os.environ["HF3FS_MOUNT"]) / f"hicache-test-{os.getpid()}"
+    use_mount(Path(os.environ["HF3FS_MOUNT"]))
+
+
+def test_what_is_asked_of_a_live_3fs_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over the EMULATED ring: else nobody knows that it could pass."""
+    emulated_io(monkeypatch)
+    with mounted(tmp_path / "mnt") as mount:
+        use_mount(mount.root)
+        assert mount.links == []
+
+
+def use_mount(mount: Path) -> None:
+    """Store, close, find again, fill the file until a slot is used again; leaves nothing."""
+    folder = mount / f"hicache-test-{os.getpid()}"
     size = 4096 * 2 + 4 * PAGE
     made = hf3fs.Hf3fsOptions(file_path_prefix=str(folder / "rank"), file_size=size, numjobs=2, entries=4).effective({})
     context = StoreContext(namespace="ns", page_bytes=PAGE, layout="page_first")
+    store = Hf3fsStore(made, context)
     try:
-        for wanted in ([1, 2, 3], [1, 2, 3, 4, 5]):
-            store = Hf3fsStore(made, context)
-            store.open()
-            assert put(store, *wanted) == [True] * len(wanted)
-            assert get(store, *wanted[-2:], 99) == ["hit", "hit", "miss"]
-            buffers = pages(1)
-            assert store.batch_get([key(99)], buffers) == ["miss"]
-            store.close()
+        store.open()
+        assert put(store, 1, 2, 3) == [True] * 3
+        assert get(store, 2, 3, 99) == ["hit", "hit", "miss"]
+        store.close()
+        store = Hf3fsStore(made, context)
+        store.open()
+        assert get(store, 3, 2, 1) == ["hit"] * 3
+        assert put(store, 4, 5) == [True] * 2
+        assert get(store, 1, 2, 3, 4, 5, 99) == ["hit", "hit", "miss", "hit", "hit", "miss"]
+        assert store.batch_get([key(99)], pages(1)) == ["miss"]
     finally:
+        store.close()
         for path in folder.glob("*"):
             path.unlink()
         folder.rmdir()
