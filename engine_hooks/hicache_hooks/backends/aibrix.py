@@ -60,11 +60,11 @@ class AibrixStore:
         batch_bytes=LARGE_BATCH,  # a call takes locks and Python: a fifth of a read of L1 in calls of 7 MiB
     )
 
-    def __init__(self, options: AibrixOptions, context: StoreContext) -> None:
+    def __init__(self, options: AibrixOptions, context: StoreContext, source: str = "options") -> None:
         """``options`` must be effective ones. No I/O."""
         if options.l1_capacity_gb is None or options.l2_backend is None:
             raise invalid("l2_backend", "was not resolved", "missing_option")
-        self._options = options
+        self._options, self._source = options, source
         self._page_bytes = context.page_bytes
         self._namespace = context.namespace
         self._l1_bytes = int(options.l1_capacity_gb * GIB)
@@ -356,7 +356,7 @@ class AibrixStore:
         """Facts for status. Raises ``RuntimeError`` when it is not open."""
         with self._state.inside():
             return {
-                **facts(self._manager, self._options),
+                **facts(self._manager, self._options, self._source),
                 "l1_capacity_bytes": self._l1_bytes,
                 "path": self._slot.path if self._slot else str(self._options.l2_options.get("shfs_root", "")) or None,
                 "reopened": self._reopener.count if self._reopener is not None else 0,
@@ -389,7 +389,7 @@ def _missing() -> list[str]:
 SPEC = BackendSpec(
     manifest=manifest_of,
     options=AibrixOptions,
-    create=lambda options, context, env: AibrixStore(options, context),
+    create=lambda options, context, env: AibrixStore(options, context, options.source(env)),
     missing=_missing,
     layouts=AibrixStore.manifest.layouts,
     notes=(

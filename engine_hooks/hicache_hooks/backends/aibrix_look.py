@@ -47,11 +47,16 @@ def view(manager: Any, block_tokens: int) -> L1View | None:
     return L1View(cache, block_tokens) if cache is not None else None
 
 
-def facts(manager: Any, options: AibrixOptions) -> dict[str, Any]:
+def facts(manager: Any, options: AibrixOptions, source: str) -> dict[str, Any]:
     """For status: what is inside, and how full the DRAM cache is."""
     l1 = getattr(manager, "_l1_cache", None)
     ttl_s = options.l2_options.get("rocksdb_ttl_s") if options.l2_backend == "ROCKSDB" else None
-    return {"inner": options.inner, "l1_used_bytes": len(l1) if l1 is not None else 0, "rocksdb_ttl_s": ttl_s}
+    return {
+        "inner": options.inner,
+        "settings": source,
+        "l1_used_bytes": len(l1) if l1 is not None else 0,
+        "rocksdb_ttl_s": ttl_s,
+    }
 
 
 def stored(manager: Any, l1: L1View | None) -> set[str]:

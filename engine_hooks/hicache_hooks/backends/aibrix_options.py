@@ -129,6 +129,16 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
         """What stores the pages (F75)."""
         return "+".join(part for part in ("L1" if self.l1_capacity_gb else "", self.l2_backend or "") if part)
 
+    def source(self, env: Mapping[str, str]) -> str:
+        """For status (F75): where these effective options come from. A variable that says the same as an option counts."""
+        values = {
+            **self.l2_options, "l2_cache_backend": self.l2_backend or "",
+            "l1_cache_capacity_gb": str(self.l1_capacity_gb), "l1_cache_enabled": str(bool(self.l1_capacity_gb)),
+        }  # fmt: skip
+        said = {name: env.get(PREFIX + name.upper(), "").strip() for name in values}
+        used = sorted(name.upper() for name, value in values.items() if said[name] and _same(said[name], str(value)))
+        return f"options and {PREFIX}*: {', '.join(used)}" if used else "options"
+
     def settings(self, **ours: str) -> dict[str, str]:
         """Variables that the vendor is to see, ``ours`` on top; names in full."""
         values = {
@@ -168,6 +178,14 @@ def _seconds(value: object) -> int:
     except ValueError:
         pass
     raise invalid("l2_options.rocksdb_ttl_s", "must be a whole number of seconds")
+
+
+def _same(one: str, other: str) -> bool:
+    words = {"1": "true", "0": "false"}
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return words.get(one, one.lower()) == other.lower()
 
 
 def _text(value: object) -> str:

@@ -37,7 +37,7 @@ STOP_S = 5.0  # for the threads of a set that never ran
 # Of ``Backend.health``, for status: what does not change while the store is attached.
 _LASTING = (
     "inner", "path", "mount", "bucket", "endpoint", "master", "segment_bytes", "slots", "max_size", "eviction", "ttl_s",
-    "rocksdb_ttl_s", "direct_io", "direct_io_reason", "never_run_against_the_service",
+    "rocksdb_ttl_s", "settings", "direct_io", "direct_io_reason", "never_run_against_the_service",
 )  # fmt: skip
 MAX_FACT = 200  # characters
 

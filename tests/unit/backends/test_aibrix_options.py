@@ -10,8 +10,9 @@ import pytest
 from tests.unit.backends.support import ENV, NOTHING, box
 
 from hicache_hooks.backends import aibrix_options
-from hicache_hooks.backends.aibrix import manifest_of
+from hicache_hooks.backends.aibrix import SPEC, manifest_of
 from hicache_hooks.backends.aibrix_options import PREFIX, AibrixOptions
+from hicache_hooks.backends.base import StoreContext
 from hicache_hooks.backends.options import StoreFacts
 from hicache_proto.errors import BackendUnavailable, InvalidConfig
 from hicache_proto.model import LAYOUTS, TargetState
@@ -59,6 +60,27 @@ def test_a_page_said_to_be_stored_reaches_l2_and_is_looked_for_there() -> None:
     assert seen[f"{PREFIX}DOUBLE_GET_THRESHOLD"] == "1"
     asked = effective(l2_backend="SHFS", l2_options={"l2_cache_ingestion_type": "HOT"}).settings()
     assert asked[f"{PREFIX}L2_CACHE_INGESTION_TYPE"] == "HOT"
+
+
+def test_status_says_where_the_settings_come_from() -> None:
+    """F75: the vendor's variables may decide what stores the pages."""
+    env = {
+        f"{PREFIX}{name}": value
+        for name, value in (
+            ("L2_CACHE_BACKEND", "rocksdb"), ("L1_CACHE_ENABLED", "1"), ("L1_CACHE_CAPACITY_GB", "2"),
+            ("ROCKSDB_ROOT", "/env"), ("ROCKSDB_TTL_S", "0"),
+        )
+    }  # fmt: skip
+    made = AibrixOptions(l2_options={"rocksdb_root": "/option"}).effective(env)
+    assert made.source(env) == (
+        f"options and {PREFIX}*: L1_CACHE_CAPACITY_GB, L1_CACHE_ENABLED, L2_CACHE_BACKEND, ROCKSDB_TTL_S"
+    )
+    assert made.source({}) == "options"
+    given = AibrixOptions(l1_capacity_gb=0.0, l2_backend="SHFS", l2_options={"shfs_root": "/x"}).effective(env)
+    assert given.source(env) == f"options and {PREFIX}*: ROCKSDB_ROOT, ROCKSDB_TTL_S"
+    store: Any = SPEC.create(given, StoreContext(namespace="ns", page_bytes=8192, layout="page_first"), env)
+    store._state.opened()  # no manager: health asks none
+    assert store.health()["settings"] == given.source(env)
 
 
 def test_names_may_be_the_variables_and_values_may_be_plain() -> None:
