@@ -1,5 +1,6 @@
 """Stands of the conformance suite: one started store per module and stand, one process that opens it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from tests.rigs.stores.base import Stand
 from tests.rigs.stores.catalogue import CATALOGUE, Line
 from tests.rigs.stores.host import Host
+
+REQUIRED = "HICACHE_STORES_REQUIRED"  # 1: a store that this machine lacks is a failure, not a skip
 
 
 def lines(*, server: bool = False, real: bool = False) -> list[Line]:
@@ -25,6 +28,8 @@ def line_id(line: Line) -> str:
 def started(line: Line, root: Path, stack: ExitStack, *, small: bool = False) -> Stand:
     """A running stand, or a skip that names what this machine lacks."""
     missing = line.stand_class().missing()
+    if missing is not None and os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{line.id}: {missing}, and {REQUIRED} is 1: .ci/run installs everything")
     if missing is not None:
         pytest.skip(f"{line.id}: {missing}")
     if small and not line.stand_class().can_be_small:

@@ -130,7 +130,7 @@ class AibrixOptions(BackendOptions, frozen=True, kw_only=True):
         return "+".join(part for part in ("L1" if self.l1_capacity_gb else "", self.l2_backend or "") if part)
 
     def source(self, env: Mapping[str, str]) -> str:
-        """For status (F75): where these effective options come from. A variable that says the same as an option counts."""
+        """For status (F75): where effective options come from. A variable that says the same as an option counts."""
         values = {
             **self.l2_options, "l2_cache_backend": self.l2_backend or "",
             "l1_cache_capacity_gb": str(self.l1_capacity_gb), "l1_cache_enabled": str(bool(self.l1_capacity_gb)),
