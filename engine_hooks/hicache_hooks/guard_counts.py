@@ -24,6 +24,7 @@ class Counts:
         self.calls = 0  # of traffic
         self.errors = 0
         self.timeouts = 0
+        self.no_room = False  # of the last put whose store said yes or no to a page
 
     def looked_up(self) -> None:
         """A request could have read."""
@@ -50,6 +51,8 @@ class Counts:
         counts.error += error
         counts.timeout += timeout
         counts.bytes += nbytes
+        if kind == "put" and (hit or miss):
+            self.no_room = miss > 0
 
     def usage(self) -> dict[str, OpUsage]:
         """By call kind."""

@@ -354,4 +354,5 @@ class Watch:
             epoch=self._epochs.current,
             epoch_changes=self._epochs.changes,
             epoch_change=self._epochs.last(),
+            no_room=self._counts.no_room,
         )

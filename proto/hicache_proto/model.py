@@ -279,6 +279,7 @@ class GuardReport(msgspec.Struct, frozen=True):
     epoch: str = ""  # of what the store holds: its own name for it, or how often we found it emptied, from 1
     epoch_changes: int = 0  # since the store was attached
     epoch_change: EpochChange | None = None  # the last one
+    no_room: bool = False  # the last put of new pages found no room for some; a full store fails no call (F62)
 
 
 class RankReport(msgspec.Struct, frozen=True):

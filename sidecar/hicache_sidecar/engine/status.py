@@ -119,6 +119,10 @@ def store_warnings(sessions: Iterable[Session], used: Mapping[str, StoreUsage]) 
                 f"store_epoch_changed: rank {session.rank}: {guard.name} lost what it held {change.ago_s:.0f} s ago "
                 f"(epoch {change.old} -> {change.new}, {change.how}); pages are written again at their next use"
             )
+        if guard is not None and guard.no_room:
+            said.append(
+                f"rank {session.rank}: {guard.name} has no room and takes no new pages; what it holds is still read"
+            )
         stuck = stuck_threads(session.report)
         if stuck:
             said.append(f"rank {session.rank}: stuck inside the store: {', '.join(stuck)}")

@@ -53,3 +53,16 @@ def test_windows_of_ranks_are_summed() -> None:
     assert stores([{"file": idle.store_usage()}, {"file": busy.store_usage()}])["file"].write_only
     asked(busy, 1, read=1)
     assert not stores([{"file": idle.store_usage()}, {"file": busy.store_usage()}])["file"].write_only
+
+
+def test_the_last_put_says_whether_there_is_room() -> None:
+    """F62: a page for which there is no room is a miss of its put; errors and other calls say nothing about room."""
+    counts = Counts()
+    assert not counts.no_room
+    counts.add("put", hit=3, miss=1)
+    assert counts.no_room
+    counts.add("put", error=4)
+    counts.add("get", hit=2, miss=2)
+    assert counts.no_room
+    counts.add("put", hit=4)
+    assert not counts.no_room

@@ -143,6 +143,14 @@ def test_open_breakers_and_stuck_threads_are_said_by_name() -> None:
     ]
 
 
+def test_a_full_store_is_said() -> None:
+    """F62: it fails no call, so no breaker speaks for it."""
+    coordinator = FakeCoordinator()
+    reported(coordinator, guard=guard(no_room=True))
+    said = store_warnings(coordinator.registry.ranks.values(), {})  # type: ignore[arg-type]
+    assert said == ["rank 0: file has no room and takes no new pages; what it holds is still read"]
+
+
 def test_the_idle_report_names_them_too() -> None:
     """F39; also a thread that stalls outside a call of the guard, which no deadline watches."""
     coordinator = FakeCoordinator()
