@@ -9,6 +9,8 @@ import msgspec
 
 from hicache_proto.errors import ErrorBody
 from hicache_proto.failover import FailoverDocument
+from hicache_proto.failover import FailoverRequest as FailoverRequest
+from hicache_proto.failover import SetFailoverRequest as SetFailoverRequest
 from hicache_proto.history import DesiredState as DesiredState
 from hicache_proto.history import HistoryDocument as HistoryDocument
 from hicache_proto.history import RevisionDocument as RevisionDocument
