@@ -328,3 +328,13 @@ async def test_policies_can_be_seen_and_set_in_every_state(tmp_path):
         assert (await follow(side)).policies == {}
     assert states[:4] == ["detached", "attached", "bypassed", "draining"]
     assert states[-1] == "engine_down"
+
+
+async def test_a_policy_for_a_backend_that_nobody_knows_is_said(tmp_path):
+    """A typing error would be a policy that never acts; it is kept all the same, and ``*`` is every backend."""
+    async with rig(tmp_path, dp=1) as (side, stub):
+        document = await follow(side, **{"fil": quick("bypass"), "file": quick("bypass"), "*": quick("none")})
+        assert document.warnings == ["policies.fil: the engine knows no such backend; did you mean file?"]
+        assert sorted(document.policies) == ["*", "fil", "file"]
+        await trio.to_thread.run_sync(partial(stub.ranks[0].set, silent=frozenset({"describe"})))
+        assert (await follow(side, fil=quick("detach"))).warnings == []

@@ -1,5 +1,6 @@
 """GET and PUT /hicache/failover: policies checked, on the ranks too where they are here, kept, then followed."""
 
+import difflib
 import math
 
 import msgspec
@@ -7,6 +8,7 @@ import trio
 
 from hicache_proto.errors import HicacheError, InvalidConfig, InvalidRequest
 from hicache_proto.failover import (
+    ANY_BACKEND,
     MAX_POLICIES,
     FailoverDocument,
     FailoverPolicy,
@@ -14,6 +16,7 @@ from hicache_proto.failover import (
     Policies,
     SetFailoverRequest,
 )
+from hicache_proto.hooklink import Describe
 from hicache_proto.model import TargetState
 from hicache_sidecar.core.actor import Actor
 from hicache_sidecar.core.failover_types import look, policy_for, shown_policies, shown_spare, spare_target
@@ -21,6 +24,8 @@ from hicache_sidecar.core.redaction import REDACTED, scrub, secrets_in
 from hicache_sidecar.engine.failover import SETTING, FailoverDriver
 from hicache_sidecar.engine.goals import Goal
 from hicache_sidecar.engine.operation import Job
+
+NAMES_S = 1.0  # how long the answer waits for a rank to name its backends
 
 
 def document(driver: FailoverDriver, warnings: list[str] | None = None) -> FailoverDocument:
@@ -67,7 +72,8 @@ async def set_failover(driver: FailoverDriver, request: SetFailoverRequest, acto
         for name, policy in policies.items():
             if policy is not machine.policies.get(name):
                 _check(name, policy)
-        warnings = await _ask_ranks(driver, {k: p for k, p in policies.items() if p is not machine.policies.get(k)})
+        fresh = {name: policy for name, policy in policies.items() if policy is not machine.policies.get(name)}
+        warnings = [*await _ask_ranks(driver, fresh), *await _unknown(driver, fresh)]
         async with driver.writing:
             policies = _merged(machine.policies, request)  # as they are now: another request may have come first
             record = msgspec.structs.replace(machine.record(), policies=policies)
@@ -147,3 +153,26 @@ async def _ask_ranks(driver: FailoverDriver, policies: Policies) -> list[str]:
             text = str(scrub(f"spare {place} of {name!r}: {exc.message}", known))
             raise type(exc)(text, details=scrub(exc.details, known), hint=exc.hint) from None
     return []
+
+
+async def _unknown(driver: FailoverDriver, policies: Policies) -> list[str]:
+    """Policies that can never apply: the engine knows no such backend. No error: the policy may be made before the
+    engine's host has it, and a rank that does not answer says nothing."""
+    ctx = driver.ctx
+    names = [name for name in policies if name != ANY_BACKEND]
+    first = next(iter(ctx.registry.live.values()), None)
+    if not names or first is None:
+        return []
+    told = await ctx.fanout.ask_one(first.rank, first.id, 0, Describe(), trio.current_time() + NAMES_S)
+    rows = (told.answer.data or {}).get("backends", []) if told.answer is not None and told.ok else []
+    known = sorted(str(row.get("name")) for row in rows)
+    return [
+        f"policies.{name[:80]}: the engine knows no such backend{_like(name, known)}"
+        for name in names
+        if known and name not in known
+    ]
+
+
+def _like(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; it knows {', '.join(known)}"

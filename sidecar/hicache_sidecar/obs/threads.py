@@ -2,7 +2,7 @@
 
 A thread's own name holds the number of its storage set, and that of a thread that was given up a number too: as labels
 they would be other series after each attach. So all that do the same are one series: down when one of them is down,
-stalled as long as the longest.
+stalled as long as the longest, restarted as often as all together (F38).
 """
 
 import re
@@ -37,4 +37,8 @@ def families(reports: Mapping[tuple[str], RankReport]) -> Iterator[Family]:
     yield (
         "gauge", "hicache_storage_thread_stalled_seconds", "Time without an end of a call; 0: not stalled", labels,
         [(key, max(one.stalled_s for one in threads)) for key, threads in by_role.items()],
+    )  # fmt: skip
+    yield (
+        "gauge", "hicache_storage_thread_restarts", "Times that a thread of the installed set died and was replaced",
+        labels, [(key, sum(one.restarts for one in threads)) for key, threads in by_role.items()],
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tests.e2e.stack.conftest import Stack
 from tests.e2e.stack.test_main_job import prompt
 from tests.rigs.procs import POLL_S, Processes
 
+from hicache_proto.api import StatusDocument
 from hicache_proto.failover import FailoverDocument, FailoverPolicy, Spare
 from hicache_sidecar.client import Client
 
@@ -81,6 +82,11 @@ def until(what: str, ready: Callable[[], bool], within_s: float = WITHIN_S) -> N
         time.sleep(POLL_S)  # pace of a poll
 
 
+def asked(status: StatusDocument) -> dict[str, int]:
+    """Calls that were made, by kind; skipped ones are none."""
+    return {kind: used.latency.count for kind, used in status.usage.items()}
+
+
 @pytest.mark.parametrize("case", ["bypass", "detach", "spare-drain", "spare-hot"])
 def test_a_store_that_fails_under_load(allowed: Stack, case: str) -> None:
     """F77, F78: bypass first, one ordinary operation by policy, zero failed requests, and back when it is well."""
@@ -121,6 +127,10 @@ def test_a_store_that_fails_under_load(allowed: Stack, case: str) -> None:
             backend = {"bypass": "dynamic", "detach": None}.get(case, "file")
             assert [rank.hicache_storage_backend for rank in status.ranks] == [backend] * 2
             assert [rank.bypass for rank in status.ranks] == [case == "bypass"] * 2
+            if case == "bypass":  # F78: the store is left alone
+                served = len(load.outputs)
+                until("requests are served beside the store", lambda: len(load.outputs) > served + 4)
+                assert asked(client.status(fresh=True)) == asked(status)
             assert status.drift == []
             assert status.desired is not None
             assert status.desired.hicache_storage_backend == backend

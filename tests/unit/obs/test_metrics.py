@@ -193,7 +193,10 @@ def test_threads_of_other_sets_are_the_same_series(followed: Pair) -> None:
         coordinator.report(0, f"s{n}", epoch=n)
         session = coordinator.registry.ranks[0]
         names = (f"hicache-hf3fs-{n}-backup-0", f"hicache-hf3fs-{n}-backup-0-late-{n}", f"hicache-hf3fs-{n}-d2h-0")
-        threads = [ThreadReport(name, alive=i != 2, stalled_s=float(i)) for i, name in enumerate((*names, "backup_io"))]
+        threads = [
+            ThreadReport(name, alive=i != 2, stalled_s=float(i), restarts=i + 1)
+            for i, name in enumerate((*names, "backup_io"))
+        ]
         session.report = msgspec.structs.replace(session.report, threads=threads)
         seen.append(scrape(metrics, coordinator))
     for name, series in seen[0].items():
@@ -204,6 +207,7 @@ def test_threads_of_other_sets_are_the_same_series(followed: Pair) -> None:
         (rank, ("thread", "backup-0")): 1, (rank, ("thread", "d2h-0")): 0, (rank, ("thread", "backup_io")): 1,
     }  # fmt: skip
     assert seen[-1]["hicache_storage_thread_stalled_seconds"][rank, ("thread", "backup-0")] == 1.0
+    assert seen[-1]["hicache_storage_thread_restarts"][rank, ("thread", "backup-0")] == 3  # F38: 1 and 2
 
 
 def test_both_formats(followed: Pair) -> None:
