@@ -72,6 +72,7 @@ class Context:
                 f"{self.running.kind} {self.running.id} is running since {self.running.started_at}"
                 f" (phase {self.running.phase})",
                 operation_id=self.running.id,
+                hint=f"wait until it is done, or `hicachectl cancel {self.running.id}`",
                 details={"kind": self.running.kind, "phase": self.running.phase, "since": self.running.started_at},
             )
         if self.recovering:

@@ -110,7 +110,9 @@ class Past:
             None,
         )
         if target is None:
-            raise NotFound(f"no revision {request.revision} in the history")
+            raise NotFound(
+                f"no revision {request.revision} in the history", hint="`hicachectl history` has those that are kept"
+            )
         return await self._move(request, target, "rollback", actor, progress)
 
     async def resolve(self, request: api.ResolveRequest, actor: Actor, progress: Progress) -> api.Document:

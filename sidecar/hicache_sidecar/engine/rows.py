@@ -18,13 +18,19 @@ class Rows:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Session, RankReport, api.RankStatus]] = {}
 
-    def of(self, registry: Registry) -> list[api.RankStatus]:
-        """One row for each known rank, in rank order, with the report's age now."""
+    def of(self, registry: Registry, *, to_store: bool = False) -> list[api.RankStatus]:
+        """One row for each known rank, in rank order, with the report's age now.
+
+        ``to_store``: an operation is at work that ends with a store.
+        """
         sessions = [session for _, session in sorted(registry.ranks.items())]
         self._kept = {session.rank: self._entry(session) for session in sessions}
         return [
             msgspec.structs.replace(
-                row, report_age_ms=registry.age_ms(session), state=rank_state(session), connected=session.alive
+                row,
+                report_age_ms=registry.age_ms(session),
+                state=rank_state(session, to_store),
+                connected=session.alive,
             )
             for session, _, row in self._kept.values()
         ]
@@ -36,8 +42,8 @@ class Rows:
         return session, session.report, _row(session)
 
 
-def rank_state(session: Session) -> State:
-    """State of one rank, from its own report."""
+def rank_state(session: Session, to_store: bool = False) -> State:
+    """State of one rank, from its own report; where an operation is going, a report does not say."""
     report = session.report
     if not session.alive:
         return State.ENGINE_DOWN
@@ -46,7 +52,7 @@ def rank_state(session: Session) -> State:
     if report.op_phase == RankPhase.DRAINING or DRAIN_HOLD in report.holds:
         return State.DRAINING
     if report.op_phase in _PHASES:
-        return State.ATTACHING if report.state.backend is None else State.DETACHING
+        return State.ATTACHING if to_store or report.state.backend is None else State.DETACHING
     if report.state.backend is None:
         return State.DETACHED
     return State.BYPASSED if report.state.bypass else State.ATTACHED

@@ -161,7 +161,8 @@ def status_document(
         for s in live.values()
         if s.report.layers
     ]
-    by_rank = rows.of(registry)
+    goal = running.target if running is not None else None
+    by_rank = rows.of(registry, to_store=goal is not None and goal.backend is not None)
     used, by_store = sums.of([s.report for s in live.values()])
     differing = drift(registry, desired[0] if desired else None, digest)
     return api.StatusDocument(

@@ -6,6 +6,7 @@ import pytest
 
 from hicache_proto.hooklink import RankHello
 from hicache_proto.model import EffectiveState, IdleReport, RankIdentity, RankReport, State
+from hicache_proto.transaction import RankPhase
 from hicache_proto.version import PROTOCOL_VERSION
 from hicache_sidecar.engine import rows as module
 from hicache_sidecar.engine.registry import Session
@@ -74,3 +75,15 @@ def test_a_lost_rank_and_its_successor_are_never_shown_as_the_former_one() -> No
     assert [(r.pid, r.connected) for r in rows.of(registry)] == [(2, True)]  # type: ignore[arg-type]
     del registry.ranks[0]
     assert rows.of(registry) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "to_store", "state"),
+    [("file", True, State.ATTACHING), ("file", False, State.DETACHING), (None, True, State.ATTACHING)],
+)
+def test_a_rank_in_a_swap_is_not_detaching(backend: str | None, to_store: bool, state: State) -> None:
+    """What a rank reports is the store that it has; where it goes, the operation knows."""
+    registry, rows = Registry(), Rows()
+    registry.seat(0, report(backend, op_phase=RankPhase.PREPARING))
+    (row,) = rows.of(registry, to_store=to_store)  # type: ignore[arg-type]
+    assert row.state is state
