@@ -5,6 +5,7 @@ make stores of it.
 """
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,8 +20,10 @@ from hicache_hooks.backends.nixl_object import NixlObjects
 from hicache_hooks.backends.nixl_options import FILE_PLUGINS, NixlOptions
 from hicache_hooks.backends.registry import BackendSpec
 from hicache_hooks.backends.secret_text import secret_of
+from hicache_hooks.backends.upkeep import part_or_raise, stored_or_raise
 from hicache_proto.model import LAYOUTS
 
+MOST_FILES, FEWEST_FILES = 1024, 8
 _ENV = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY", "session_token": "AWS_SESSION_TOKEN"}
 
 
@@ -47,6 +50,7 @@ class NixlStore:
         parameters = options.parameters({key: value for key, value in secrets.items() if value})
         posix_aio = self._plugin == "POSIX" and options.use_posix_aio is True
         self._inner = f"{self._plugin}{_mode(options) if self._plugin == 'POSIX' else ''}"
+        self._at_once = _descriptors_of_a_call() if files else 1 << 30  # pages; objects cut their batches themselves
         self._movers: list[Lanes | Transfers]
         self._store: NixlFiles | NixlObjects
         if files:
@@ -99,12 +103,27 @@ class NixlStore:
         for page in pages:
             if page.nbytes != self._page_bytes:
                 raise ValueError(f"page buffer of {page.nbytes} bytes, expected {self._page_bytes}")
-        return self._store.put(keys, pages) if keys else []
+        done: list[bool | None] = []
+        for part in self._parts(keys):
+            try:
+                done += self._store.put(keys[part], pages[part])
+            except OSError as exc:
+                return stored_or_raise(done, len(keys), exc)
+        return done
 
     def batch_get(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[Got]:
         """A page of another length is a miss."""
         self._usable()
-        return self._store.get(keys, pages) if keys else []
+        got: list[Got] = []
+        for part in self._parts(keys):
+            try:
+                got += self._store.get(keys[part], pages[part])
+            except OSError as exc:
+                return part_or_raise(got, len(keys), exc)
+        return got
+
+    def _parts(self, keys: Sequence[str]) -> list[slice]:
+        return [slice(i, i + self._at_once) for i in range(0, len(keys), self._at_once)]
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         """A page of another length does not count."""
@@ -131,6 +150,8 @@ class NixlStore:
         self._usable()
         rebuilt = sum(mover.rebuilt for mover in self._movers)
         facts = {"inner": self._inner, "in_flight_cap": self._movers[0].cap, "agents_rebuilt": rebuilt}
+        if isinstance(self._store, NixlFiles):
+            facts["files_of_a_call"] = self._at_once
         return facts | self._store.health()
 
     def _confirm_objects(self, keys: Sequence[str]) -> list[bool]:
@@ -142,6 +163,16 @@ class NixlStore:
         """See ``Backend.epoch``."""
         self._usable()
         return self._store.epoch() if isinstance(self._store, NixlFiles) else ""
+
+
+def _descriptors_of_a_call() -> int:
+    """Each page of a call has its file open (F65): two agents, puts and gets, take half of what the process may open.
+
+    With the 1024 of most hosts a call of 34 MiB in pages of 36 KiB would take nearly all of them.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if soft == resource.RLIM_INFINITY else min(MOST_FILES, soft // (2 * 2 * LANES))
+    return max(FEWEST_FILES, most)
 
 
 def _mode(options: NixlOptions) -> str:

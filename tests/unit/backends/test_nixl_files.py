@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hicache_hooks.backends import nixl_cleaner, nixl_file
+from hicache_hooks.backends import nixl, nixl_cleaner, nixl_file
 from hicache_hooks.backends.base import LARGE_BATCH, Got, StoreContext
 from hicache_hooks.backends.file_paths import StorePaths
 from hicache_hooks.backends.nixl import NixlStore, manifest_of
@@ -256,3 +256,41 @@ def test_files_are_moved_in_larger_calls_than_objects() -> None:
     }
     assert batch_bytes == {"posix": LARGE_BATCH, "gds": LARGE_BATCH, "obj": NixlStore.manifest.batch_bytes}
     assert NixlStore.manifest.batch_bytes < LARGE_BATCH
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mover: Mover) -> NixlStore:
+    """A store in a process that may open 80 files: four calls at a time take half of them."""
+    monkeypatch.setattr(nixl.resource, "getrlimit", lambda which: (80, 4096))
+    options = NixlOptions(storage_dir=str(tmp_path), l3_cleaner_enabled=False).effective({})
+    context = StoreContext(namespace="ns", page_bytes=PAGE, layout="page_first")
+    made = NixlStore(options, context, {})
+    made._store = NixlFiles(options, context, mover)  # type: ignore[arg-type]
+    made._movers = []
+    made.open()
+    return made
+
+
+def test_a_call_opens_a_part_of_the_files_that_the_process_may(tight: NixlStore, mover: Mover) -> None:
+    """F65: a request's small pages at once would take every descriptor of the engine."""
+    keys, pages = [key(i) for i in range(25)], [page(i) for i in range(25)]
+    mover.batches.clear()
+    assert tight.batch_put(keys, pages) == [True] * 25
+    assert tight.batch_get(keys, pages) == [Got.HIT] * 25
+    assert mover.batches == [10, 10, 5] * 2
+    tight.close()
+
+
+@pytest.mark.parametrize("broken", [{12}, set(range(10, 20)), set(range(25))])
+def test_what_moved_before_a_part_failed_counts(tight: NixlStore, mover: Mover, broken: set[int]) -> None:
+    keys, pages = [key(i) for i in range(25)], [page(i) for i in range(25)]
+    mover.broken = broken
+    if len(broken) == 25:
+        with pytest.raises(TransferFailed):
+            tight.batch_put(keys, pages)
+        return
+    done = tight.batch_put(keys, pages)
+    assert done[:10] == [True] * 10
+    assert [i for i in range(10, 20) if done[i]] == [i for i in range(10, 20) if i not in broken]
+    assert tight.batch_exists(keys) == [bool(item) for item in done]
+    tight.close()
