@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from hicache_hooks.abandoned import THREADS
 from hicache_hooks.adapter import EngineAdapter
 from hicache_hooks.faults import Faults
 from hicache_hooks.helpers import Helpers
@@ -127,6 +128,7 @@ class Builder:
             attempt.ended.set()
             if attempt.given_up:
                 self._given_up -= 1
+                THREADS.back()
                 built = msgspec.structs.replace(built, late=True)
             else:
                 self._running = None
@@ -146,6 +148,7 @@ class Builder:
                 attempt.given_up = self._given_up < MAX_GIVEN_UP
                 if attempt.given_up:
                     self._given_up += 1
+                    THREADS.add()
                     self._running = None
             if attempt.given_up:
                 log.error("operation %d: its builder does not end and is given up:\n%s", attempt.n, _stack(attempt))

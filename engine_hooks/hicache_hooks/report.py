@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hicache_hooks.abandoned import THREADS
 from hicache_hooks.adapter import EngineAdapter
 from hicache_hooks.gate import Gate
 from hicache_hooks.leases import Clock
@@ -74,6 +75,7 @@ class Reporter:
             op_phase=record.phase.value,
             op_ended=record.ended.value,
             lease_left_s=left,
+            abandoned=THREADS.count,
             holds=self._gate.holds(),
             quarantine=view.quarantine,
             layers={**layers, **view.notes, **broken},

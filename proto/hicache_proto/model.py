@@ -299,6 +299,7 @@ class RankReport(msgspec.Struct, frozen=True):
     stores: dict[str, StoreUsage] = {}  # by backend, with its inner connector: "file", "aibrix:ROCKSDB"
     guard: GuardReport | None = None  # of the installed store; None: detached, or the engine has no such guard
     checkpoint_pages: int = 0  # written by the checkpoint of the operation that runs (F58)
+    abandoned: int = 0  # threads that were given up outside the installed store's calls, and are not back (F46)
 
 
 class Plan(msgspec.Struct, frozen=True):

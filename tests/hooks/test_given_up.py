@@ -33,15 +33,19 @@ def free(rank: Driver) -> None:
 
 
 def test_the_next_operation_does_not_wait_for_it() -> None:
-    """Rule 9: what it makes in the end is closed once, and touches neither the table nor what runs by then."""
+    """Rule 9: what it makes in the end is closed once, and touches neither the table nor what runs by then.
+    F46: while it is not back the report counts it."""
     rank = impatient()
+    abandoned = rank.hook.report().abandoned
     gate = hang(rank, 1)
     free(rank)
+    assert rank.hook.report().abandoned == abandoned + 1
     rank.move(2, OTHER)
     record, running = rank.hook.transaction.record, rank.adapter.installed
     gate.set()
     rank.until(lambda: len(rank.adapter.sets) > 1 and rank.closed().count(1) == 1)
     rank.settle()
+    assert rank.hook.report().abandoned == abandoned
     assert (rank.hook.transaction.record, rank.adapter.installed) == (record, running)
     assert running.closed == 0
     rank.move(3)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from hicache_hooks.abandoned import THREADS
 from hicache_hooks.backends.base import Backend
 from hicache_hooks.describe import describe_exception
 from hicache_proto.errors import PrepareFailed
@@ -42,6 +43,7 @@ class Asking:
             BaseException: what ``question`` raised.
         """
         box: list[Any] = []
+        given_up: list[bool] = []
 
         def run() -> None:
             try:
@@ -50,6 +52,9 @@ class Asking:
                 answer = None, exc
             self._leave()  # first: who has the answer may close the store
             box.append(answer)
+            with self._lock:
+                if given_up:
+                    THREADS.back()
 
         thread = threading.Thread(target=run, name=f"hicache-{what}", daemon=True)
         with self._lock:
@@ -60,7 +65,11 @@ class Asking:
             self._leave()
             raise PrepareFailed(f"cannot ask the store: {exc}", details={"reason": "no_thread"}) from None
         thread.join(self._limit_s)
-        if not box:
+        with self._lock:
+            if not box:
+                given_up.append(True)
+                THREADS.add()
+        if given_up:
             raise PrepareFailed(
                 f"the store's {what} call has not come back within {self._limit_s:g} s",
                 details={"reason": f"{what}_late"},

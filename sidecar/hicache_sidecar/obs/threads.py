@@ -42,3 +42,7 @@ def families(reports: Mapping[tuple[str], RankReport]) -> Iterator[Family]:
         "gauge", "hicache_storage_thread_restarts", "Times that a thread of the installed set died and was replaced",
         labels, [(key, sum(one.restarts for one in threads)) for key, threads in by_role.items()],
     )  # fmt: skip
+    yield (
+        "gauge", "hicache_abandoned_threads", "Threads given up while a store was built or asked, and not back",
+        ("rank",), [(rank, report.abandoned) for rank, report in reports.items()],
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from tests.rigs.backends import BK, Fault, Rig
 from tests.unit.backends.support import ENV, FACTS, FORMAT, NOTHING, FakeSet, box, built, dynamic, file
 
+from hicache_hooks.abandoned import THREADS
 from hicache_hooks.backends.base import Got
 from hicache_hooks.cache.attachment import MAX_LATE, StorageAttachment, effective_state
 from hicache_hooks.cache.config import Running
@@ -252,7 +253,7 @@ def test_the_real_set_runs_and_stops(rig: Rig, tmp_path: Path) -> None:
 def test_a_store_that_does_not_say_how_it_is_ends_prepare_by_name(rig: Rig, what: str) -> None:
     """F23, F117: refused at the guard's deadline, not the operation's; closed when the call is back, not under it;
     another store can be attached meanwhile, and such stores do not pile up (F46)."""
-    attachment, threads = box(), threading.active_count()
+    attachment, threads, abandoned = box(), threading.active_count(), THREADS.count
     rig.faults[what] = Fault(hang=True)
     began = time.monotonic()
     for reason in (*[f"{what}_late"] * MAX_LATE, "store_late"):
@@ -263,8 +264,10 @@ def test_a_store_that_does_not_say_how_it_is_ends_prepare_by_name(rig: Rig, what
             assert built(attachment, dynamic(config={"options": {"store": "other"}})).close(1.0) == []
     assert time.monotonic() - began < 10.0
     assert (rig.open_now, threading.active_count()) == (MAX_LATE, threads + MAX_LATE)
+    assert THREADS.count == abandoned + MAX_LATE
     rig.release.set()
     until(lambda: rig.open_now == 0 and threading.active_count() == threads)
+    assert THREADS.count == abandoned
     made = built(attachment, dynamic("EpochBK"))
     assert made.close(1.0) == []
     assert rig.calls["close"] == MAX_LATE + 1

@@ -197,7 +197,7 @@ def test_threads_of_other_sets_are_the_same_series(followed: Pair) -> None:
             ThreadReport(name, alive=i != 2, stalled_s=float(i), restarts=i + 1)
             for i, name in enumerate((*names, "backup_io"))
         ]
-        session.report = msgspec.structs.replace(session.report, threads=threads)
+        session.report = msgspec.structs.replace(session.report, threads=threads, abandoned=n)
         seen.append(scrape(metrics, coordinator))
     for name, series in seen[0].items():
         if name.startswith("hicache_"):
@@ -207,6 +207,7 @@ def test_threads_of_other_sets_are_the_same_series(followed: Pair) -> None:
         (rank, ("thread", "backup-0")): 1, (rank, ("thread", "d2h-0")): 0, (rank, ("thread", "backup_io")): 1,
     }  # fmt: skip
     assert seen[-1]["hicache_storage_thread_stalled_seconds"][rank, ("thread", "backup-0")] == 1.0
+    assert seen[-1]["hicache_abandoned_threads"] == {(rank,): 49}  # F46
     assert seen[-1]["hicache_storage_thread_restarts"][rank, ("thread", "backup-0")] == 3  # F38: 1 and 2
 
 
