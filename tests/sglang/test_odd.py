@@ -95,6 +95,16 @@ def test_a_constructor_that_hangs_costs_its_own_operation(stack: Stack) -> None:
     assert (status["state"], status["drift"]) == ("attached", [])
 
 
+def test_a_backend_whose_package_is_not_there_is_named(stack: Stack) -> None:
+    """As `backends` says; nothing is built."""
+    code, document = stack.admin("GET", "/hicache/backends")
+    missing = {row["name"]: row["missing"] for row in document["backends"] if not row["available"]}
+    assert missing["aibrix"] == ["aibrix_kvcache"]
+    code, answer = stack.put(stack.body("none", "aibrix"))
+    assert (code, answer["error"]["code"]) == (422, "backend_unavailable"), answer
+    assert answer["error"]["details"]["missing"] == ["aibrix_kvcache"]
+
+
 def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:
     """F49: refused by name; nothing is left of it."""
     flag, body = odd(stack, "start", "nameless")

@@ -20,7 +20,7 @@ from hicache_hooks.sglang.install import Installer
 from hicache_hooks.sglang.live_state import LiveState
 from hicache_hooks.sglang.parked import ANYTHING, LiveChange, Parked
 from hicache_hooks.sglang.threads import StorageThreads
-from hicache_proto.errors import Internal, InvalidRequest, LayoutUnsupported, UnsupportedByEngine
+from hicache_proto.errors import BackendUnavailable, Internal, InvalidRequest, LayoutUnsupported, UnsupportedByEngine
 from hicache_proto.model import (
     Capabilities,
     EffectiveState,
@@ -44,11 +44,15 @@ PACKAGES = {
     "eic": "eic",
     "hf3fs": "hf3fs_fuse",
     "mooncake": "mooncake",
+    "mori": "mori",
     "nixl": "nixl",
     "npu_memcache": "memcache_hybrid",
+    "seaweedfs": "boto3",
     "simm": "simm",
     "tensorcast": "tensorcast",
 }
+# Shown as missing, and tried all the same: the engine's class has a client of its own to test with.
+DISPENSABLE = ("hf3fs",)
 
 
 class SglangAdapter:
@@ -98,6 +102,12 @@ class SglangAdapter:
         self._usage.retire_closed()  # by the engine's own detach
         return self._usage.totals()
 
+    def stores(self) -> dict[str, StoreUsage]:
+        """The same by store, and which was written and never read (F57)."""
+        self._count(self._live.backend())
+        self._usage.retire_closed()
+        return self._usage.by_store()
+
     def guard(self) -> GuardReport | None:
         """Breakers and failed calls of what is attached; what failover decides on."""
         report = getattr(self._live.backend(), "guard_report", None)
@@ -136,6 +146,8 @@ class SglangAdapter:
         warnings = frontend.limits(self._scheduler)
         if config is not None:
             self._check_layout(config.backend)
+            if difference.relation not in ("same", "live"):
+                _check_package(config.backend)
             warnings += knob_warnings(running.knobs, self._l2_tokens) + _warnings(running)
         return Plan(
             relation=difference.relation,
@@ -290,9 +302,26 @@ def _warnings(running: Running) -> list[str]:
     return []
 
 
-def _describe(name: str) -> dict[str, Any]:
+def missing_packages(name: str) -> list[str]:
+    """Packages that SGLang's backend ``name`` imports and that are not installed here."""
     package = PACKAGES.get(name)
-    missing = [package] if package is not None and importlib.util.find_spec(package) is None else []
+    try:
+        return [package] if package is not None and importlib.util.find_spec(package) is None else []
+    except ValueError:  # it is imported already, by somebody who left no spec
+        return []
+
+
+def _check_package(name: str) -> None:
+    missing = [] if name in DISPENSABLE else missing_packages(name)
+    if missing:
+        raise BackendUnavailable(
+            f"SGLang's backend {name!r} needs the package {missing[0]!r}, which its environment lacks",
+            details={"missing": missing},
+        )
+
+
+def _describe(name: str) -> dict[str, Any]:
+    missing = missing_packages(name)
     return {
         "name": name,
         "available": not missing,

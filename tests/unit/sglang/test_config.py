@@ -1,15 +1,25 @@
 """Target states resolved for SGLang: names, knobs, secrets, and what is the same config."""
 
 import json
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from hicache_hooks.cache.config import Running, compare
 from hicache_hooks.cache.knobs import Knobs
+from hicache_hooks.sglang import adapter
 from hicache_hooks.sglang.config import BASE, EngineConfig, adopted, engine_text, resolve
-from hicache_proto.errors import Forbidden, HicacheError, InvalidConfig, UnknownBackend, UnsupportedByEngine
+from hicache_proto.errors import (
+    BackendUnavailable,
+    Forbidden,
+    HicacheError,
+    InvalidConfig,
+    UnknownBackend,
+    UnsupportedByEngine,
+)
 from hicache_proto.model import TargetState
 
 NAMESPACE = "0" * 32
@@ -159,3 +169,17 @@ def test_the_guards_keys_are_live_keys_and_no_options() -> None:
     assert (difference.relation, difference.changed_keys) == ("live", ["guard_deadline_s", "guard_min_calls"])
     theirs = adopted("file", '{"file_storage_path": "/a", "guard_min_calls": 4}', two.knobs, NAMESPACE)
     assert compare(theirs, two).relation == "same"
+
+
+def test_a_backend_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F15: refused in VALIDATE with the package; where SGLang has a client of its own it is told and tried."""
+    monkeypatch.setattr(adapter, "PACKAGES", {"gone": "no_such_package", "hf3fs": "no_such_package", "odd": "odd_one"})
+    monkeypatch.setitem(sys.modules, "odd_one", ModuleType("odd_one"))  # without a spec: find_spec raises
+    assert adapter.missing_packages("gone") == ["no_such_package"]
+    with pytest.raises(BackendUnavailable) as refused:
+        adapter._check_package("gone")
+    assert "no_such_package" in refused.value.message
+    assert refused.value.details == {"missing": ["no_such_package"]}
+    assert adapter.missing_packages("hf3fs") == ["no_such_package"]
+    for usable in ("hf3fs", "odd", "file"):
+        adapter._check_package(usable)
