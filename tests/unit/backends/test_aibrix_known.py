@@ -153,6 +153,16 @@ def test_where_pages_go_by_themselves_or_others_write_the_store_is_asked(options
     assert manager.asked == [["a"]]
 
 
+def test_forgetting_many_keys_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler shares it; a store that fails forgets all it knew."""
+    known = Known(enabled=True)
+    known.add(map(str, range(2 * known_keys.SLICE + 1)), known.now)
+    left: list[list[bool]] = []
+    monkeypatch.setattr(known_keys.time, "sleep", lambda s: left.append(known.has(["0", "1000"])))
+    known.clear()
+    assert left == [[False, False]] * 3, "none is believed in from the first moment on"
+
+
 def test_the_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """F43."""
     monkeypatch.setattr(known_keys, "MAX_KEYS", 2)
