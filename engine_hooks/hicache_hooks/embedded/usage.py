@@ -9,7 +9,7 @@ import msgspec
 
 from hicache_hooks.guard import Guard
 from hicache_proto.model import GuardReport, OpUsage, RecentUse, StoreUsage
-from hicache_proto.usage import stores, total
+from hicache_proto.usage import stores, total, written_never_read
 
 MAX_STORES = 16  # names per process (F92): a dynamic backend may be called anything
 OTHERS = "others"
@@ -80,4 +80,9 @@ def _title(guard: Counted) -> str:
 
 
 def _use(guard: Counted) -> StoreUsage:
-    return guard.store_usage() if isinstance(guard, Guard) else StoreUsage(ops=guard.usage())
+    if isinstance(guard, Guard):
+        return guard.store_usage()
+    # Another engine's guard sees calls, not requests: a look-up of one is a call or some (F57).
+    ops = guard.usage()
+    lookups = ops["exists"].latency.count if "exists" in ops else 0
+    return StoreUsage(ops=ops, lookups=lookups, write_only=written_never_read(ops, lookups))

@@ -30,6 +30,7 @@ from hicache_proto.model import (
     OpUsage,
     Plan,
     RankIdentity,
+    StoreUsage,
     TargetState,
     ThreadReport,
 )

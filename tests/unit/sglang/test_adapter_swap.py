@@ -16,6 +16,7 @@ from hicache_hooks.sglang.config import make_config
 from hicache_hooks.sglang.parked import LiveChange, Parked
 from hicache_proto.errors import Internal, InvalidConfig
 from hicache_proto.model import TargetState
+from hicache_proto.usage import MIN_LOOKUPS
 
 
 class Live:
@@ -97,6 +98,27 @@ def test_an_undo_counts_nothing_twice(adapter: SglangAdapter) -> None:
     assert adapter.close(b, 1.0) == []
     assert adapter.close(a, 1.0) == []
     assert adapter.usage()["put"].hit == 1  # it is still what runs, here: met again after its end
+
+
+def test_a_store_that_is_written_and_never_read_is_noticed(adapter: SglangAdapter) -> None:
+    """F57: by store, while it is attached and after; one page that is read ends it."""
+    a = parked(3.0)
+    adapter.swap(a)
+    a.backend.batch_set(["x"], [page()])
+    for _ in range(MIN_LOOKUPS - 1):
+        assert a.backend.batch_exists(["y"]) == 0
+    (used,) = adapter.stores().values()
+    assert (used.lookups, used.write_only) == (MIN_LOOKUPS - 1, False)
+    assert a.backend.batch_exists(["y"]) == 0
+    (used,) = adapter.stores().values()
+    assert (used.ops["put"].hit, used.lookups, used.write_only) == (1, MIN_LOOKUPS, True)
+    detached = Parked(Running(None, Knobs()), base=a.backend)
+    adapter.swap(detached)
+    assert [used.write_only for used in adapter.stores().values()] == [True]
+    adapter.swap_back(a)
+    a.backend.batch_get(["x"])
+    (used,) = adapter.stores().values()
+    assert (used.ops["get"].hit, used.write_only) == (1, False)
 
 
 @pytest.mark.parametrize(
