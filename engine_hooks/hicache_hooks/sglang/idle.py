@@ -47,6 +47,8 @@ def idle_report(scheduler: Any, threads: Threads, held: int = 0) -> IdleReport:
     }
     if getattr(s, "enable_hisparse", False):
         counters["hisparse_staging"] = int(s.hisparse_coordinator.has_ongoing_staging())
+    if not s.enable_hierarchical_cache and getattr(s, "enable_lmcache", False):
+        counters["lmcache_operations"] = int(s.tree_cache.has_pending_cache_operations())
     if not any(counters.values()):
         counters["engine_verdict"] = int(not s.is_fully_idle())
     # Paused in place with running requests: they will never end by waiting, so a drain must not wait for them.

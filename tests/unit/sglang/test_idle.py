@@ -116,6 +116,15 @@ def test_disaggregation_queues() -> None:
     }  # fmt: skip
 
 
+def test_parts_that_not_every_engine_has() -> None:
+    """Sparse staging; and the cache that stands in the hierarchical one's place."""
+    sparse = scheduler(enable_hisparse=True, hisparse_coordinator=SimpleNamespace(has_ongoing_staging=lambda: True))
+    assert blocking(idle_report(sparse, Threads())) == {"hisparse_staging": 1}
+    lmcache = scheduler(enable_hierarchical_cache=False, enable_lmcache=True)
+    lmcache.tree_cache = SimpleNamespace(has_pending_cache_operations=lambda: True)
+    assert blocking(idle_report(lmcache, Threads())) == {"lmcache_operations": 1}
+
+
 def test_a_paused_engine_with_running_requests_is_refused_by_name() -> None:
     """It will not get idle by waiting: a drain must not wait for it. Paused with nothing to do is idle."""
     paused = scheduler(_engine_paused=True, running_batch__reqs=[1])
