@@ -73,7 +73,7 @@ class EicStore:
     # -------------------------------------------------------------- traffic
 
     def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
-        """Raises EicFailed when not one could be stored. None: the batch of this key failed, another was stored."""
+        """Raises EicFailed when not one could be stored. None: this key or its batch failed, another was stored."""
         with self._state.inside():
             parts = self._parts(pages, self._client.direct[0])
             done: list[bool | None] = []

@@ -108,13 +108,13 @@ class EicClient:
 
     # ---- batches; parts are (address, bytes, registered)
 
-    def put(self, keys: Sequence[str], parts: Sequence[tuple[int, int, bool]]) -> list[bool]:
-        """Which are stored."""
+    def put(self, keys: Sequence[str], parts: Sequence[tuple[int, int, bool]]) -> list[bool | None]:
+        """True: stored; None: an error. Which code would mean "no room" is in no public source."""
         option = self._eic.SetOption()
         option.ns, option.ttl_second = self._ns, self._ttl
         result = self._client.mset(self._strings(keys), self._buffers(parts), option)
         codes = self._codes("mset", result, len(keys))
-        return [code == self._eic.StatusCode.SUCCESS for code in codes]
+        return [code == self._eic.StatusCode.SUCCESS or None for code in codes]
 
     def get(self, keys: Sequence[str], parts: Sequence[tuple[int, int, bool]]) -> list[bool | None]:
         """True: read; False: not there; None: an error."""

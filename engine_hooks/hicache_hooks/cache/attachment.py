@@ -278,7 +278,7 @@ class StorageAttachment:
 def _what_is_inside(config: ResolvedConfig) -> list[str]:
     """The plugin or connector behind the backend's name, whoever chose it: we, a variable or the vendor (F66, F75)."""
     inner = registry.entry(config.backend).load().inner(config.options)
-    return [f"{config.backend}: {inner}"] if inner not in ("", registry.UNKNOWN_INNER) else []
+    return [f"{config.backend}: {inner}"] if inner not in ("", config.backend, registry.UNKNOWN_INNER) else []
 
 
 def check_manifest(manifest: Manifest, facts: PoolFacts) -> None:

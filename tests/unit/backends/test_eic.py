@@ -118,6 +118,7 @@ def test_an_outage_is_no_miss(service: Service) -> None:
     service.faults(fail_every=3)
     results = store.batch_get(["a", "b", "c"], pages)
     assert sorted(results) == ["error", "hit", "hit"]
+    assert sorted(map(str, store.batch_put(["a", "b", "c"], pages))) == ["None", "True", "True"]  # F69
     service.faults(down=True)
     assert store.batch_get(["a", "b", "c"], pages) == ["error"] * 3
     for call in (lambda: store.batch_exists(["a"]), lambda: store.batch_put(["d"], pages[:1]), store.health):
