@@ -79,6 +79,10 @@ async def test_bypass_on_all_ranks_for_one_sick_rank_and_back(tmp_path):
         await side.until(lambda: "recovered" in steps(side))
         assert (await show(side)).state == "watching"
         assert steps(side) == ["bypass", "unbypass", "recovered"]
+        told = [event.data for event in side.coordinator.ctx.hub._ring if event.kind == "failover"]
+        assert [data["step"] for data in told] == steps(side), "every step is an event"
+        assert [bool(data["reason"]) for data in told] == [True] * 3
+        assert "rank 1: breaker open" in told[0]["reason"]
         assert (await side.status()).warnings == []
 
 

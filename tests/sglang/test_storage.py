@@ -35,6 +35,10 @@ def test_attach_generate_flush_generate(stack: Stack) -> None:
     reads = _reads(stack)
     assert reads[0] > hits
     assert reads[1] == errors
+    used = status["usage_by_backend"]["file"]
+    assert (used["ops"]["get"]["hit"], used["write_only"]) == (reads[0], False)
+    assert used["lookups"] > 0
+    assert min(used["ops"][kind]["bytes"] for kind in ("get", "put")) > 0
     first = stack.detach("?wait_timeout_s=10")
     assert (first["changed"], stack.status()["state"]) == (True, "detached")
     assert stack.detach()["changed"] is False  # idempotent
