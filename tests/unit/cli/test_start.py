@@ -92,3 +92,18 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
         os.close(write_end)
     assert ran.returncode == 1
     assert "Traceback" not in ran.stderr
+
+
+def test_an_interrupt_while_modules_are_loaded_is_no_traceback() -> None:
+    """The impatient press Ctrl-C in the first tenth of a second."""
+    script = (
+        "import signal, sys\n"
+        "class Impatient:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'msgspec': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Impatient())\n"
+        "from hicache_sidecar.cli.main import entry\n"
+        "entry()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
