@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from tests.e2e.engine.test_equality import prompts
+from tests.rigs.stores import catalogue
 from tests.rigs.stores.redis import PAGE, RedisStand
 from tests.rigs.stores.serving import Serving, guard_knobs, serving, until
+from tests.rigs.stores.weed import WeedStand
 from tests.stores.conftest import line_id, lines, started
 
 from hicache_hooks.backends.base import Got, StoreContext
 from hicache_hooks.backends.redis import RedisOptions, RedisStore
+from hicache_hooks.backends.s3_client import S3Client
 from hicache_proto.failover import FailoverPolicy
 from hicache_sidecar.client.typed import Client
 
@@ -189,4 +192,26 @@ def test_a_flush_under_the_engine_is_no_failure(redis: RedisStand, tmp_path: Pat
         assert (report.breaker, report.errors, report.timeouts) == ("closed", 0, 0)
         failover = side.client.failover()
         assert (failover.state, failover.transitions) == ("watching", 0)
+        is_filled_again(side, text, expected)
+
+
+def test_an_emptied_bucket_is_noticed_although_exists_answers_from_memory(tmp_path: Path) -> None:
+    """NIXL objects: what this process stored is not asked for again, so only ``confirm`` can see that it is gone."""
+    text = prompts(12)[4]
+    with ExitStack() as stack:
+        bucket = started(catalogue.line("nixl-obj"), tmp_path / "store", stack)
+        assert isinstance(bucket, WeedStand)
+        side = stack.enter_context(serving(bucket, tmp_path))
+        expected = ready(side, text)
+        before = now(side)
+        client = S3Client(bucket.target(), 10.0)
+        names = list(client.below(""))
+        assert names
+        client.delete(names)
+        client.close()
+        until("the event", lambda: news(side, before), EVENT_S)
+        assert len(news(side, before)) == changes(side) == 1
+        for counts in side.client.status(fresh=True).usage.values():
+            assert (counts.error, counts.timeout, counts.skipped) == (0, 0, 0)
+        assert side.guard().breaker == "closed"
         is_filled_again(side, text, expected)
