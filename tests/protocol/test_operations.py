@@ -135,6 +135,12 @@ async def test_a_dry_run_says_attach_or_swap_by_what_is_there(tmp_path):
         await side.attach()
         answer = await side.attach("mem", swap=True, dry_run=True)
         assert [rank.message for rank in answer.ranks] == ["can swap mem", "can swap mem"]
+        answer = await side.attach(swap=True, dry_run=True)
+        nothing = "file is attached as asked: nothing was built, and the store was not tried"
+        assert [rank.message for rank in answer.ranks] == [nothing] * 2
+        answer = await side.attach(hicache_write_policy="write_back", swap=True, dry_run=True)
+        live = "can change what differs while file stays: the store was not tried"
+        assert [rank.message for rank in answer.ranks] == [live] * 2
 
 
 async def test_cancel_restores(tmp_path):

@@ -154,9 +154,9 @@ class Transactor:
     ) -> api.OperationAnswer:
         """Settle an operation that ended on A: a failure, or a dry run that passed."""
         if goal.dry_run and outcome.prepared and outcome.cause is None:
-            attaches = {row["rank"] for row in diff if row["relation"] == "attach"}  # where VALIDATE found nothing
+            relations = {row["rank"]: row["relation"] for row in diff}
             for rank in drive.move.participants:
-                job.result(rank, True, f"can {'attach' if rank in attaches else goal.verb} {goal.target.backend}")
+                job.result(rank, True, _could(goal, relations.get(rank, "")))
             answer = self._answer(job, goal, outcome, [], warnings, notes, diff)
             await self._record_a(job, {"answer": msgspec.to_builtins(answer)}, "dry run", checked=True)
             return answer
@@ -280,6 +280,15 @@ def _saved(goal: Goal, outcome: Outcome) -> list[str]:
     """What the checkpoint did (F58)."""
     pages = sum(outcome.saved.values())
     return [f"checkpoint: {pages} pages were missing and are written"] if goal.checkpoint else []
+
+
+def _could(goal: Goal, relation: str) -> str:
+    """What a dry run found on one rank, by what VALIDATE had said of it. Where nothing is built nothing is proved."""
+    if relation == "same":
+        return f"{goal.target.backend} is attached as asked: nothing was built, and the store was not tried"
+    if relation == "live":
+        return f"can change what differs while {goal.target.backend} stays: the store was not tried"
+    return f"can {'attach' if relation == 'attach' else goal.verb} {goal.target.backend}"
 
 
 def _done(goal: Goal) -> str:
