@@ -6,7 +6,7 @@ from tests.protocol.support import fast, rig, stub_sees
 from tests.rigs.stub_link import NEVER
 
 from hicache_proto import api
-from hicache_proto.errors import InvalidRequest, RolledBack
+from hicache_proto.errors import InvalidRequest, NotFound, RolledBack
 
 BUSY = {"counters": {"running_batch": 1}}
 # Phase in which to cancel: what keeps rank 1 there, and the request.
@@ -70,3 +70,16 @@ async def test_too_late_after_the_decision(tmp_path):
             stub.ranks[1].set(finalize_silent=False)
         assert answers[0].changed
         assert stub.backends == {0: "file", 1: "file"}
+
+
+async def test_an_operation_of_before_a_restart_is_found_in_the_history(tmp_path):
+    """Its client was told to look: what became of it is said where it asks."""
+    async with rig(tmp_path, dp=2) as (side, _):
+        answer = await side.attach()
+        side.coordinator.ctx.jobs.clear()  # as after a restart
+        with pytest.raises(NotFound) as unknown:
+            await side.ask(api.OperationsRequest(operation_id=answer.operation_id))
+        assert unknown.value.hint == f"the history has it: attach committed, revision {answer.revision}"
+        with pytest.raises(NotFound, match="since the sidecar started") as unknown:
+            await side.ask(api.CancelRequest(operation_id="op-none"))
+        assert "or it changed nothing" in unknown.value.hint

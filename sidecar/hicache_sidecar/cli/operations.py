@@ -4,7 +4,7 @@ from typing import Any
 
 from hicache_sidecar.cli import arguments as args
 from hicache_sidecar.cli.changes import print_answer
-from hicache_sidecar.cli.context import EXIT_DONE, Context, blockers
+from hicache_sidecar.cli.context import EXIT_DEADLINE, EXIT_DONE, EXIT_FAILED, Context, blockers
 from hicache_sidecar.cli.streams import plain
 
 
@@ -33,8 +33,11 @@ def run_operations(context: Context, arguments: list[str]) -> int:
 
 
 def run_cancel(context: Context, arguments: list[str]) -> int:
-    """Cancel an operation."""
-    made = args.parser("cancel", "Cancel an operation; the old state is restored.")
+    """Cancel an operation; 1 when it was done before, 4 when it is not over yet."""
+    made = args.parser(
+        "cancel", "Cancel an operation; the old state is restored. Exit code 1 when it was done before, 4 when its end "
+        "is still to come."
+    )  # fmt: skip
     made.add_argument("id")
     options = args.parse(context, made, arguments)
     answer = context.ask({"type": "cancel", "operation_id": options.id})
@@ -44,6 +47,12 @@ def run_cancel(context: Context, arguments: list[str]) -> int:
         return print_answer(context, answer)
     elif not context.quiet:
         _print_operation(context, answer)
+    if answer.get("done") is False:
+        context.note(f"{options.id} is not over yet: hicachectl operations {options.id}")
+        return EXIT_DEADLINE
+    if answer.get("done") and not answer.get("error"):
+        context.note(f"{options.id} was done before it could be cancelled; `hicachectl rollback` goes back")
+        return EXIT_FAILED
     return EXIT_DONE
 
 

@@ -52,4 +52,7 @@ class ConnectionLost(ClientError):
         super().__init__(message, operation_id=operation_id)
         self.only_read = only_read
         if not only_read:
-            self.hint = "the operation may have gone on: look at `hicachectl operations` and `hicachectl status`"
+            self.hint = (
+                "the operation may have gone on: look at `hicachectl operations` and `hicachectl status`; "
+                "after a restart of the sidecar at `hicachectl history`"
+            )

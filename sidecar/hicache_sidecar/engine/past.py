@@ -60,8 +60,17 @@ class Past:
     def _job(self, operation_id: str) -> Job:
         job = self.ctx.jobs.get(operation_id)
         if job is None:
-            raise NotFound(f"no operation {operation_id[:80]!r} since the sidecar started", hint="see the history")
+            raise NotFound(
+                f"no operation {operation_id[:80]!r} since the sidecar started", hint=self._past(operation_id)
+            )
         return job
+
+    def _past(self, operation_id: str) -> str:
+        """What became of an operation of before the last start: its client asks because the sidecar died."""
+        for row in reversed(self.ctx.book.history):
+            if row.operation_id == operation_id:
+                return f"the history has it: {row.kind} {row.result}, revision {row.revision}"
+        return "nor has `hicachectl history`: it is older than all of that, or it changed nothing"
 
     # ---- history
 
