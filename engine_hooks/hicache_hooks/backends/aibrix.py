@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from hicache_hooks.backends.aibrix_direct import DirectReads, direct_reads
-from hicache_hooks.backends.aibrix_look import L1View, facts, stored, view
+from hicache_hooks.backends.aibrix_look import L1View, facts, refusal, stored, view
 from hicache_hooks.backends.aibrix_manager import end, make
 from hicache_hooks.backends.aibrix_options import BLOCK_TOKENS, CONNECTORS, GIB, L2_OPTIONS, LOCAL, AibrixOptions
 from hicache_hooks.backends.aibrix_reopen import Reopener
@@ -132,15 +132,15 @@ class AibrixStore:
     # -------------------------------------------------------------- traffic
 
     def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
-        """A key that exists is written again. False: not stored, for want of memory or for the connector's reasons.
+        """A key that exists is written again. False: not stored, for want of memory or of room on the disk.
 
-        None: the connector did not answer, after others were stored.
+        None: the connector failed with this page, or did not answer after others were stored.
 
         Raises:
             TimeoutError, RuntimeError: the connector does not answer, and not one page is stored.
         """
         todo = dict(zip(keys, pages, strict=True))
-        done: dict[str, bool] = {}
+        done: dict[str, bool | None] = {}
         if self._reopener is not None:
             self._reopener.heal()
         with self._state.inside(), self._turns.of(todo):
@@ -159,7 +159,7 @@ class AibrixStore:
             self._known.add((key for key, yes in done.items() if yes), since)
         return [done.get(key) for key in keys]
 
-    def _put(self, keys: list[str], pages: list[memoryview], done: dict[str, bool]) -> None:
+    def _put(self, keys: list[str], pages: list[memoryview], done: dict[str, bool | None]) -> None:
         """Adds each key's result to ``done`` as it is known."""
         while keys:
             status = self._manager.allocate_for(None, self._hashes(keys, BLOCK_TOKENS))
@@ -169,24 +169,24 @@ class AibrixStore:
             fits = len(handle)
             for tensor, page in zip(handle.to_tensors(), pages, strict=False):
                 tensor.view(-1).copy_(_tensor(page))
-            stored = self._put_handle(keys[:fits], handle)
+            stored, otherwise = self._put_handle(keys[:fits], handle)
             done.update((key, True) for key in keys[:stored])
             for key in keys[stored:fits]:  # rule 3
-                done[key] = self._prefix([key]) == 1
+                done[key] = self._prefix([key]) == 1 or otherwise
             keys, pages = keys[fits:], pages[fits:]
         done.update((key, False) for key in keys)
 
-    def _put_handle(self, keys: list[str], handle: Any) -> int:
-        """How many of the first ``keys`` the vendor says are stored."""
+    def _put_handle(self, keys: list[str], handle: Any) -> tuple[int, bool | None]:
+        """How many of the first ``keys`` the vendor says are stored, and what is to be said of the others."""
         try:
             status = self._manager.put(None, self._hashes(keys, BLOCK_TOKENS), handle)
         except Exception as exc:  # its error path for batches fails itself (AttributeError), and keeps the memory
             log.warning("aibrix: a put raised %s", type(exc).__name__)
             with suppress(ValueError):  # released already
                 handle.release()
-            return 0
+            return 0, None
         self._called()
-        return int(status.get()) // BLOCK_TOKENS if status.is_ok() else 0
+        return (int(status.get()) // BLOCK_TOKENS, False) if status.is_ok() else (0, refusal(status))
 
     def batch_get(
         self, keys: Sequence[str], pages: Sequence[memoryview], *, arrived: Callable[[str], None] = lambda key: None

@@ -59,6 +59,15 @@ def facts(manager: Any, options: AibrixOptions, source: str) -> dict[str, Any]:
     }
 
 
+def refusal(status: Any) -> bool | None:
+    """What a put that failed with this status says of its pages: False: no memory or no room; None: an error (F69).
+
+    RocksDB's errors are one code of the vendor's, so a full disk is told by RocksDB's own words.
+    """
+    full = "no space left" in str(getattr(status, "value", "")).lower()
+    return False if full or status.is_out_of_memory() or status.is_denied() else None
+
+
 def stored(manager: Any, l1: L1View | None) -> set[str]:
     """Every key there is.
 

@@ -26,7 +26,7 @@ class Status:
     def is_timeout(self) -> bool:
         return False
 
-    is_cancelled = is_out_of_memory = is_timeout
+    is_cancelled = is_out_of_memory = is_denied = is_timeout
 
     def get(self) -> Any:
         return self.value
@@ -140,6 +140,39 @@ def test_a_page_that_is_gone_all_the_same_is_a_miss_and_forgotten() -> None:
     manager.keys.discard("b")
     assert store.batch_get(["a", "b", "c"], pages(3)) == [Got.HIT, Got.MISS, Got.HIT]
     assert store.batch_exists(["a", "b", "c"]) == [True, False, True]
+
+
+class Refused(Status):
+    """A put that failed."""
+
+    def __init__(self, said: str, *, memory: bool = False) -> None:
+        self.value = Exception(said)
+        self._memory = memory
+
+    def is_ok(self) -> bool:
+        return False
+
+    def is_out_of_memory(self) -> bool:
+        return self._memory
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (Refused("IO error: While appending to file: x: Input/output error"), None),
+        (Refused("IO error: No space left on device: While appending to file: x"), False),
+        (Refused("", memory=True), False),
+    ],
+)
+def test_a_put_that_failed_is_an_error_and_a_full_disk_is_none(status: Status, answer: bool | None) -> None:
+    """F69, F62: else a database that cannot be written looks like a store that is full, and no breaker opens."""
+    store, manager = opened()
+    real = manager.put
+    manager.put = lambda *args: status if "b" in args[1] else real(*args)  # type: ignore[method-assign]
+    assert store.batch_put(["b", "c"], pages(2)) == [answer, answer]
+    assert store.batch_exists(["b", "c"]) == [False, False]
+    manager.put = real  # type: ignore[method-assign]
+    assert store.batch_put(["b", "c"], pages(2)) == [True, True]
 
 
 @pytest.mark.parametrize(
