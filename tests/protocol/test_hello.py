@@ -50,6 +50,19 @@ async def test_refused_hellos(tmp_path, changes, reason):
         assert stub.backends == {0: "file", 1: "file"}
 
 
+async def test_a_refusal_is_logged_once_per_process(tmp_path, caplog):
+    """An operator who started an engine twice finds it in the sidecar's log, and the log does not fill with it."""
+    async with rig(tmp_path) as (side, _stub):
+        with dealer(endpoint(tmp_path)) as sock:
+            for pid in (1, 1, 2):
+                sock.send(encode(hello(pid=pid)))
+                await receive(sock)
+        assert side.coordinator.counters.hellos_refused["rank_in_use"] == 3
+    said = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    assert [text.partition(",")[0] for text in said] == ["hello of process 1", "hello of process 2"]
+    assert "rank_in_use" in said[0]
+
+
 async def test_version_one_older_is_understood(tmp_path):
     """A hook one version older works, and is answered in its version."""
     async with rig(tmp_path, protocol=PROTOCOL_VERSION - 1) as (side, _stub):

@@ -18,6 +18,7 @@ Rules
 Everything here runs in the loop's thread; ``changed`` wakes whoever waits for news.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ from hicache_sidecar.engine.counters import Counters
 from hicache_sidecar.engine.link import HookLink, SessionLost
 from hicache_sidecar.engine.settings import EngineSettings
 
+log = logging.getLogger("hicache_sidecar.engine")
+
+REFUSALS_TOLD = 64  # processes and reasons that are remembered as said
 REFUSED_RETRY_S = 1.0  # how soon a hook that was refused because of a living predecessor asks again
 MISCONFIGURED_RETRY_S = 5.0
 STOPPED_S = 1.0  # waking so much later than asked means that this process was stopped (SIGSTOP, a paused VM)
@@ -88,6 +92,7 @@ class Registry:
     _live: dict[int, Session] | None = None  # ``live``, until a session begins or ends
     _alarm: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     _look_again_at: float = math.inf
+    _told: set[tuple[int, str]] = field(default_factory=set)  # refusals that the log has
 
     def __post_init__(self) -> None:
         self.link.on_message = self._message
@@ -178,6 +183,7 @@ class Registry:
         except HicacheError as exc:
             reason = str(exc.details.get("reason", exc.code))
             self.counters.hellos_refused[reason] += 1
+            self._say_refused(hello, reason, exc.message)
             retry_s = REFUSED_RETRY_S if reason == "rank_in_use" else MISCONFIGURED_RETRY_S
             self._send(peer, Refused(session=hello.session, error=exc.body(), retry_s=retry_s))
             return
@@ -198,6 +204,17 @@ class Registry:
             listener(session)
         self._alarm.unpark_all()
         self.changed.unpark_all()
+
+    def _say_refused(self, hello: RankHello, reason: str, message: str) -> None:
+        """Log it once per process and reason: a hook asks again every second or so."""
+        key = (hello.pid, reason)
+        if key in self._told:
+            return
+        if len(self._told) >= REFUSALS_TOLD:
+            self._told.clear()
+        self._told.add(key)
+        said = "hello of process %d, engine %.64r, is refused (%s): %.300r"  # a stranger's words: quoted
+        log.warning(said, hello.pid, hello.engine_id, reason, message)
 
     def _welcome(self, session: Session) -> Welcome:
         return Welcome(
