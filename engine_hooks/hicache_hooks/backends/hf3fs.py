@@ -129,9 +129,9 @@ class Hf3fsStore:
     # -------------------------------------------------------------- traffic
 
     def batch_put(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool | None]:
-        """A page that exists already is kept. False: no slot is free, another thread writes it, or it did not move.
+        """A page that exists already is kept. False: no slot is free, or another thread writes it.
 
-        None: the ring or the file failed before this page was stored.
+        None: it did not move, or the ring or the file failed before.
 
         Raises:
             OSError: not one could be written.
@@ -174,9 +174,10 @@ class Hf3fsStore:
         return todo, None
 
     def _write(self, index: IndexFile, clients: Clients, todo: dict[bytes, tuple[int, memoryview]]) -> OSError | None:
-        """Store what has a slot; returns why it ended before the last page."""
+        """Store what has a slot; returns why it ended before the last page, or that one did not move (F69)."""
         left = dict(todo)
         failed: OSError | None = None
+        unmoved: OSError | None = None
         lane: Lane | None = None
         try:
             lane = clients.take(read=False, timeout_s=self._timeout_s)
@@ -194,6 +195,7 @@ class Hf3fsStore:
                 for (name, (slot, _)), whole in zip(part, moved, strict=True):
                     if not whole:
                         self._slots.give_back(name, slot)
+                        unmoved = OSError(errno.EIO, "a page was not written whole")
                     elif failed is None:
                         failed = self._publish(index, name, slot)
                     else:
@@ -206,7 +208,7 @@ class Hf3fsStore:
                 clients.give(lane, read=False, spoilt=isinstance(failed, RingFailed) and failed.spoilt)
             for name, (slot, _) in left.items():
                 self._slots.give_back(name, slot)
-        return failed
+        return failed or unmoved
 
     def _publish(self, index: IndexFile, name: bytes, slot: int) -> OSError | None:
         """Write the entry of a page that is whole. One that may be half there is dropped, else its slot is lost."""
