@@ -105,6 +105,16 @@ def test_a_backend_whose_package_is_not_there_is_named(stack: Stack) -> None:
     assert answer["error"]["details"]["missing"] == ["aibrix_kvcache"]
 
 
+@pytest.mark.parametrize(("name", "reason"), [("shm", "canary_exists_mismatch"), ("sim", "canary_mismatch")])
+def test_what_is_no_store_is_refused_by_the_canary(stack: Stack, name: str, reason: str) -> None:
+    """F15: the engine registers two that give no page back; its own PUT would take them."""
+    code, answer = stack.put({"hicache_storage_backend": name, "wait_timeout_s": 10})
+    assert (code, answer["error"]["details"]["reason"]) == (502, reason), answer
+    rows = {row["name"]: row["notes"] for row in stack.admin("GET", "/hicache/backends")[1]["backends"]}
+    assert "canary" in rows[name][0]
+    assert stack.status()["state"] == "detached"
+
+
 def test_a_constructor_whose_error_has_no_text(stack: Stack) -> None:
     """F49: refused by name; nothing is left of it."""
     flag, body = odd(stack, "start", "nameless")

@@ -52,6 +52,11 @@ PACKAGES = {
     "simm": "simm",
     "tensorcast": "tensorcast",
 }
+# What SGLang registers beside real stores: no page comes back from these, so that PREPARE's canary refuses them.
+NO_STORES = {
+    "shm": "keeps no page in this SGLang: an attach is refused by the canary",
+    "sim": "simulates a store for benchmarks, pages come back as garbage: an attach is refused by the canary",
+}
 # Shown as missing, and tried all the same: the engine's class has a client of its own to test with.
 DISPENSABLE = ("hf3fs",)
 
@@ -329,5 +334,5 @@ def _describe(name: str) -> dict[str, Any]:
         "missing": missing,
         "layouts": list(LAYOUTS.get(name, ())),
         "options_schema": None,
-        "notes": ["options are SGLang's own; they are handed over as they are"],
+        "notes": [NO_STORES.get(name, "options are SGLang's own; they are handed over as they are")],
     }
