@@ -92,7 +92,7 @@ class EngineAdapter(Protocol):
         """
 
     def describe_backends(self) -> list[dict[str, Any]]:
-        """*agent*: known backends: ``{name, available, missing, layouts, options_schema, notes}``."""
+        """*agent*: known backends: ``{name, available, missing, layouts, manifest, options_schema, notes}``."""
 
     def wake(self) -> None:
         """*any*: make a sleeping scheduler call ``run_pending`` soon."""

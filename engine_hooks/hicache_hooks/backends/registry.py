@@ -5,6 +5,7 @@ Each backend module carries one ``SPEC``; adding a backend is that module and on
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,7 @@ def _describe(item: Entry) -> dict[str, Any]:
     except BackendUnavailable as exc:
         return {
             "name": item.name, "available": False, "missing": exc.details["missing"], "layouts": [],
-            "options_schema": None, "notes": [exc.message],
+            "manifest": None, "options_schema": None, "notes": [exc.message],
         }  # fmt: skip
     missing = spec.missing()
     return {
@@ -125,8 +126,27 @@ def _describe(item: Entry) -> dict[str, Any]:
         "available": not missing,
         "missing": missing,
         "layouts": list(spec.layouts),
+        "manifest": _manifest(spec),
         "options_schema": _schema(spec.options),
         "notes": list(spec.notes),
+    }
+
+
+def _manifest(spec: BackendSpec) -> dict[str, Any] | None:
+    """What it is good for with default options (F76). None: only an attach can tell, as of a dynamic class."""
+    options: BackendOptions | None = None
+    with suppress(TypeError):  # some options have no default
+        options = spec.options()
+    try:
+        found = spec.manifest(options, {})
+    except Exception:
+        return None
+    return {
+        "alignment": found.alignment,
+        "needs_registration": found.needs_registration,
+        "shared": found.shared,
+        "parallel_axes": list(found.parallel_axes),
+        "summary": found.summary,
     }
 
 

@@ -201,6 +201,11 @@ def run_backends(context: Context, arguments: list[str]) -> int:
 
 
 def _print_options(context: Context, backend: dict[str, Any]) -> None:
+    manifest = backend.get("manifest")
+    if manifest:
+        context.line()
+        names = ("summary", "alignment", "needs_registration", "shared", "parallel_axes")
+        context.pairs([(name.replace("_", " "), manifest.get(name)) for name in names])
     schema = backend.get("options_schema")
     rows = list(_option_rows(schema, schema.get("$defs", {}))) if isinstance(schema, dict) else []
     if rows:

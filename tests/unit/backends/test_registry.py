@@ -22,9 +22,16 @@ def test_descriptions_are_complete_and_true() -> None:
     described = {item["name"]: item for item in registry.describe()}
     assert list(described) == list(registry.KNOWN)
     for item in described.values():
-        assert set(item) == {"name", "available", "missing", "layouts", "options_schema", "notes"}
+        assert set(item) == {"name", "available", "missing", "layouts", "manifest", "options_schema", "notes"}
         assert item["available"] is (item["missing"] == [])
         assert item["available"] or item["name"] not in ("dynamic", "file")
+    told = {name: item["manifest"] for name, item in described.items()}
+    assert [name for name, manifest in told.items() if manifest is None] == ["dynamic"]  # a class brings its own
+    assert {name for name, manifest in told.items() if manifest and manifest["needs_registration"]} == {
+        "eic", "mooncake", "nixl",
+    }  # fmt: skip
+    assert (told["file"]["shared"], told["aibrix"]["shared"], told["hf3fs"]["shared"]) == (True, False, False)
+    assert (told["aibrix"]["alignment"], told["redis"]["parallel_axes"]) == (32, ["tp", "pp"])
     schema = described["file"]["options_schema"]
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == {"file_storage_path", "max_size", "min_free_space", "eviction_ratio"}

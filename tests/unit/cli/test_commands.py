@@ -264,7 +264,7 @@ def test_idle_exits_3_when_something_blocks(ctl: Any) -> None:
 
 
 def test_backends_shows_one_with_its_options(ctl: Any) -> None:
-    listed = {"backends": [
+    listed: dict[str, Any] = {"backends": [
         {"name": "file", "available": True, "missing": [], "layouts": ["page_first"],
          "options_schema": {"properties": {"max_size": {"type": "integer", "description": "byte quota"}}}},
         {"name": "nixl", "available": False, "missing": ["package nixl (extra nixl)"], "layouts": [],
@@ -287,6 +287,11 @@ def test_backends_shows_one_with_its_options(ctl: Any) -> None:
     assert ["scheme", "http|https|null", "-", "-"] in rows
     at = rows.index(["inner", "string|object", "-", "-"])
     assert rows[at + 1] == ["inner.level", "integer", "2", "loud"]
+    listed["backends"][0]["manifest"] = {"alignment": 32, "shared": False, "parallel_axes": ["tp", "pp"]}
+    rows = [line.split() for line in ctl("backends", "file", answer=listed).out.splitlines()]
+    assert [["alignment", "32"], ["shared", "no"], ["parallel", "axes", "tp,pp"]] == [
+        row for row in rows if row and row[0] in ("alignment", "shared", "parallel")
+    ]
     assert ctl("backends", "nothing", answer=listed).code == 1
 
 
