@@ -289,8 +289,10 @@ def test_backends_shows_one_with_its_options(ctl: Any) -> None:
     assert rows[at + 1] == ["inner.level", "integer", "2", "loud"]
     listed["backends"][0]["manifest"] = {"alignment": 32, "shared": False, "parallel_axes": ["tp", "pp"]}
     rows = [line.split() for line in ctl("backends", "file", answer=listed).out.splitlines()]
-    assert [["alignment", "32"], ["shared", "no"], ["parallel", "axes", "tp,pp"]] == [
-        row for row in rows if row and row[0] in ("alignment", "shared", "parallel")
+    assert [row for row in rows if row and row[0] in ("alignment", "shared", "parallel")] == [
+        ["alignment", "32"],
+        ["shared", "no"],
+        ["parallel", "axes", "tp,pp"],
     ]
     assert ctl("backends", "nothing", answer=listed).code == 1
 
