@@ -91,9 +91,9 @@ def test_the_manifest_takes_every_layout() -> None:
     assert RedisStore.manifest.layouts == ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
+@pytest.mark.stores  # where the package is installed
 def test_errors_of_the_client_are_told_in_our_words() -> None:
     """F94: what is said helps, and holds nothing that was sent."""
-    pytest.importorskip("redis")
     from redis import exceptions as theirs
 
     def said(exc: Exception) -> str:
