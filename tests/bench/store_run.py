@@ -27,7 +27,7 @@ from hicache_hooks.cache.pages import PageFormat
 from hicache_proto.model import TargetState
 
 PAGES = 256
-ROUNDS = 31  # after one that warms up; mooncake puts a page on either client's side of the room, by chance
+ROUNDS = 31  # after one that warms up; mooncake's rounds differ by a quarter
 BUDGET_S = 40.0  # per mode: no further round after that
 KINDS = ("put", "get")
 

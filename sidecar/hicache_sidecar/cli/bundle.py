@@ -1,8 +1,8 @@
 """``bundle``: what a bug report needs, in one JSON file that is written for its owner alone.
 
 It asks what every viewer may ask. A part that cannot be had is named with its error instead, so that a bundle can be
-made of a host whose sidecar is down. The sidecar shows no secret; what a name still gives away is blanked here as well,
-at any depth, so that an older sidecar's answer is no worse.
+made of a host whose sidecar is down. The sidecar shows no secret, and texts are as it redacted them; fields that bear a
+secret's name are blanked here once more, at any depth.
 """
 
 from typing import Any
@@ -82,7 +82,9 @@ def _asked(context: Context) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _events(connection: Connection) -> list[dict[str, Any]]:
     """A snapshot, and the events before it that the sidecar still has."""
-    snapshot = next(connection.stream({"type": "watch", "last_event_id": None}, PART_TIMEOUT_S))
+    snapshot = next(connection.stream({"type": "watch", "last_event_id": None}, PART_TIMEOUT_S), None)
+    if snapshot is None:  # the sidecar is stopping
+        return []
     found = [snapshot]
     last, oldest = snapshot["id"], (snapshot.get("data") or {}).get("oldest_event_id")
     if oldest is not None and oldest <= last:

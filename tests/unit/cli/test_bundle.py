@@ -85,6 +85,14 @@ def test_a_sidecar_that_goes_away_leaves_what_came_before(ctl: Any, tmp_path: Pa
     assert {"ranks", "history", "events"} <= set(made["failed"])
 
 
+def test_a_sidecar_that_ends_the_stream_has_no_events(ctl: Any, tmp_path: Path) -> None:
+    """It is stopping: an answer instead of a snapshot."""
+    path = tmp_path / "b.json"
+    ran = ctl("bundle", str(path), answer=lambda peer, request: peer.result(request, {}))
+    assert (ran.code, ran.err) == (0, "")
+    assert json.loads(path.read_text())["events"] == []
+
+
 def test_a_file_that_is_there_is_left_alone(ctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_text("mine")
